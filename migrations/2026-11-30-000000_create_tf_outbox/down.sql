@@ -1,0 +1,45 @@
+-- Takes away what is ours, and only that.
+--
+-- The table itself goes only if we made it and the async implementation
+-- (turnframe-store-postgres, recorded in _sqlx_migrations) does not rely on it.
+-- Otherwise its rows, constraints and its own index on due rows remain.
+
+DROP TRIGGER IF EXISTS tf_outbox_wakeup ON tf_outbox;
+DROP FUNCTION IF EXISTS tf_outbox_notify();
+
+DO $$
+DECLARE
+    ours   boolean := coalesce(obj_description(to_regclass('tf_outbox'), 'pg_class') LIKE '%Made by diesel-outbox.', false);
+    shared boolean := false;
+BEGIN
+    IF to_regclass('_sqlx_migrations') IS NOT NULL THEN
+        EXECUTE 'SELECT EXISTS (SELECT FROM _sqlx_migrations WHERE version = 20260101000000)' INTO shared;
+    END IF;
+
+    IF ours AND NOT shared THEN
+        DROP TABLE tf_outbox;
+        DROP SEQUENCE tf_outbox_claim_seq;
+        RETURN;
+    END IF;
+
+    DROP INDEX IF EXISTS tf_outbox_due, tf_outbox_ready, tf_outbox_unknown;
+    ALTER TABLE tf_outbox
+        DROP COLUMN IF EXISTS enqueued_at,
+        DROP COLUMN IF EXISTS claim_seq,
+        DROP COLUMN IF EXISTS claim_expires_at,
+        DROP COLUMN IF EXISTS lapse_count,
+        DROP COLUMN IF EXISTS unknown_since,
+        DROP COLUMN IF EXISTS ordering_key,
+        DROP COLUMN IF EXISTS halts_key,
+        DROP COLUMN IF EXISTS headers,
+        DROP COLUMN IF EXISTS probe_count;
+    ALTER TABLE tf_outbox RESET (
+        autovacuum_vacuum_scale_factor,
+        autovacuum_vacuum_threshold,
+        autovacuum_analyze_scale_factor,
+        autovacuum_analyze_threshold
+    );
+    CREATE INDEX tf_outbox_due ON tf_outbox (created_at, outbox_id) WHERE status = 'pending';
+    DROP SEQUENCE tf_outbox_claim_seq;
+END
+$$;

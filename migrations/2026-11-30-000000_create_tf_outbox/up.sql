@@ -1,0 +1,129 @@
+-- The outbox table, its indexes and its wake-up.
+--
+-- Runs on an empty database and on one where the async implementation
+-- (turnframe-store-postgres) has already made and filled tf_outbox: rows and
+-- constraint names stay, our columns and indexes are added. The other order of
+-- arrival works too, because that migration says IF NOT EXISTS throughout.
+
+-- Remember who made the table: `down` drops it only if we did.
+DO $$
+BEGIN
+    IF to_regclass('tf_outbox') IS NULL THEN
+        CREATE TABLE tf_outbox (
+            outbox_id       uuid        PRIMARY KEY,
+            command_id      uuid        NOT NULL,
+            destination     text        NOT NULL,
+            payload         jsonb       NOT NULL,
+            idempotency_key text        NOT NULL,
+            status          text        NOT NULL,
+            attempt_count   integer     NOT NULL DEFAULT 0 CHECK (attempt_count >= 0),
+            next_attempt_at timestamptz,
+            created_at      timestamptz NOT NULL,
+            completed_at    timestamptz,
+            claim_worker_id text,
+            claim_taken_at  timestamptz,
+            last_failure    text,
+            remote_ref      text,
+            CONSTRAINT tf_outbox_destination_idempotency_key UNIQUE (destination, idempotency_key)
+        );
+        COMMENT ON TABLE tf_outbox IS 'Transactional outbox. Made by diesel-outbox.';
+    END IF;
+END
+$$;
+
+-- Each of these is nullable or defaulted, so that an INSERT which does not know
+-- it still works.
+ALTER TABLE tf_outbox
+    ADD COLUMN IF NOT EXISTS enqueued_at      timestamptz NOT NULL DEFAULT statement_timestamp(),
+    ADD COLUMN IF NOT EXISTS claim_seq        bigint,
+    ADD COLUMN IF NOT EXISTS claim_expires_at timestamptz,
+    ADD COLUMN IF NOT EXISTS lapse_count      integer     NOT NULL DEFAULT 0,
+    ADD COLUMN IF NOT EXISTS unknown_since    timestamptz,
+    ADD COLUMN IF NOT EXISTS ordering_key     text COLLATE "C",
+    ADD COLUMN IF NOT EXISTS halts_key        boolean     NOT NULL DEFAULT false,
+    ADD COLUMN IF NOT EXISTS headers          jsonb,
+    ADD COLUMN IF NOT EXISTS probe_count      integer     NOT NULL DEFAULT 0;
+
+COMMENT ON COLUMN tf_outbox.enqueued_at IS 'When the row was inserted, by the server''s clock; due times are judged by it, never by created_at.';
+COMMENT ON COLUMN tf_outbox.claim_seq IS 'The fence: one number for each claim ever taken. Null while pending.';
+COMMENT ON COLUMN tf_outbox.claim_expires_at IS 'End of the lease that the claimer itself wrote, renewed with the claim.';
+COMMENT ON COLUMN tf_outbox.lapse_count IS 'Claims that lapsed since the last answer.';
+COMMENT ON COLUMN tf_outbox.unknown_since IS 'When the outcome became unknown, by the server''s clock.';
+COMMENT ON COLUMN tf_outbox.ordering_key IS 'Reserved for order per key.';
+COMMENT ON COLUMN tf_outbox.halts_key IS 'Reserved for order per key.';
+COMMENT ON COLUMN tf_outbox.headers IS 'What travels beside the payload: trace context, content type. An object of strings.';
+COMMENT ON COLUMN tf_outbox.probe_count IS 'How often reconciliation has asked about this row.';
+
+CREATE SEQUENCE IF NOT EXISTS tf_outbox_claim_seq AS bigint;
+
+-- The async implementation's index of this name walks every undue row; ours
+-- serves its claim as well. One that has been made ahead of time is kept.
+DO $$
+BEGIN
+    IF to_regclass('tf_outbox_due') IS NOT NULL
+       AND pg_get_indexdef(to_regclass('tf_outbox_due')) NOT ILIKE '%coalesce%' THEN
+        DROP INDEX tf_outbox_due;
+    END IF;
+END
+$$;
+
+CREATE INDEX IF NOT EXISTS tf_outbox_due
+    ON tf_outbox (created_at, outbox_id, coalesce(next_attempt_at, '-infinity'::timestamptz))
+    WHERE status = 'pending';
+
+CREATE INDEX IF NOT EXISTS tf_outbox_by_command
+    ON tf_outbox (command_id, created_at, outbox_id);
+
+CREATE INDEX IF NOT EXISTS tf_outbox_claims
+    ON tf_outbox (claim_taken_at)
+    WHERE status = 'dispatching';
+
+-- What the dispatcher claims, in the order in which rows came due.
+CREATE INDEX IF NOT EXISTS tf_outbox_ready
+    ON tf_outbox (destination, greatest(enqueued_at, next_attempt_at), outbox_id)
+    WHERE status = 'pending';
+
+-- What reconciliation looks through: normally empty.
+CREATE INDEX IF NOT EXISTS tf_outbox_unknown
+    ON tf_outbox (destination, unknown_since, outbox_id)
+    WHERE status = 'outcome_unknown';
+
+-- IF NOT EXISTS also finds an index that a failed CREATE INDEX CONCURRENTLY
+-- left behind; such a one would never be used.
+DO $$
+DECLARE
+    broken text;
+BEGIN
+    SELECT string_agg(i.indexrelid::regclass::text, ', ' ORDER BY 1) INTO broken
+      FROM pg_catalog.pg_index i
+     WHERE i.indrelid = to_regclass('tf_outbox') AND NOT i.indisvalid;
+    IF broken IS NOT NULL THEN
+        RAISE EXCEPTION 'tf_outbox has an invalid index (%): drop it and run the migration again', broken;
+    END IF;
+END
+$$;
+
+-- Every row is updated twice or more in its life and no update is HOT, so dead
+-- rows gather fast.
+ALTER TABLE tf_outbox SET (
+    autovacuum_vacuum_scale_factor = 0.01,
+    autovacuum_vacuum_threshold = 1000,
+    autovacuum_analyze_scale_factor = 0.02,
+    autovacuum_analyze_threshold = 1000
+);
+
+-- Wakes idle dispatchers, for rows inserted by any driver. The notification
+-- carries nothing: the row is found by looking.
+CREATE OR REPLACE FUNCTION tf_outbox_notify() RETURNS trigger
+    LANGUAGE plpgsql
+AS $$
+BEGIN
+    PERFORM pg_catalog.pg_notify('tf_outbox', '');
+    RETURN NULL;
+END
+$$;
+
+DROP TRIGGER IF EXISTS tf_outbox_wakeup ON tf_outbox;
+CREATE TRIGGER tf_outbox_wakeup
+    AFTER INSERT ON tf_outbox
+    FOR EACH STATEMENT EXECUTE FUNCTION tf_outbox_notify();
