@@ -1,0 +1,164 @@
+//! – → pending.
+
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::result::Error;
+use serde_json::Value;
+use uuid::Uuid;
+
+use super::check::{self, MAX_PAYLOAD_BYTES};
+use super::decode::StatusText;
+use super::fault::{OrStoreError, Phase};
+use crate::entry::{OutboxEntry, cut};
+use crate::error::StoreError;
+use crate::id::OutboxId;
+use crate::schema::tf_outbox;
+
+/// What [`enqueue_once`] found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Enqueued {
+    /// The row is new.
+    New,
+    /// The destination already has a row of this key: the same effect, asked
+    /// for before.
+    Duplicate {
+        /// The row that is there.
+        outbox_id: OutboxId,
+        /// Whether it holds the same payload. If not, two different effects were
+        /// given one key: a fault of the service.
+        same_payload: bool,
+    },
+}
+
+/// Rows of one INSERT: far below the 65,535 parameters of one statement.
+const CHUNK: usize = 1000;
+
+/// Enqueues `entry` inside the transaction that `conn` is in: the row becomes
+/// visible, and is sent, if and only if that transaction commits.
+///
+/// Everything that can be checked is checked before any SQL. Under READ
+/// COMMITTED a duplicate leaves the transaction usable; every other error that
+/// comes from the database aborts it, as PostgreSQL has it, **and must fail the
+/// caller's closure**: Diesel reports the COMMIT of an aborted transaction,
+/// which PostgreSQL answers with ROLLBACK, as `Ok`.
+///
+/// Payload and headers may hold up to [`MAX_PAYLOAD_BYTES`] together.
+///
+/// # Errors
+/// * [`StoreError::Other`] with `…invalid_record`, naming the field: the status
+///   is not `Pending`, a length is out of bounds, the attempt count does not fit
+///   the column. No SQL was sent.
+/// * [`StoreError::Serialization`], naming the field: a NUL in text or JSON,
+///   JSON nested deeper than 127, an instant before 4714 BC. No SQL was sent.
+/// * [`StoreError::Conflict`]: the id, or the key at this destination, exists.
+/// * [`StoreError::Unavailable`], [`StoreError::Timeout`]: see [`StoreError`].
+pub fn enqueue(conn: &mut PgConnection, entry: &OutboxEntry) -> Result<(), StoreError> {
+    let row = NewRow::of(entry)?;
+    let phase = Phase::of_write(conn);
+    // ON CONFLICT DO NOTHING, so that a duplicate is no error of the database
+    // and the caller's transaction lives.
+    let inserted = diesel::insert_into(tf_outbox::table)
+        .values(&row)
+        .on_conflict_do_nothing()
+        .execute(conn)
+        .or_store_error(phase)?;
+    match inserted {
+        1 => Ok(()),
+        _ => Err(StoreError::Conflict),
+    }
+}
+
+/// Enqueues `entry`, or finds the row that its destination already has under
+/// its key. Fit for a request that may be repeated.
+///
+/// # Errors
+/// As [`enqueue`]; [`StoreError::Conflict`] only where the *id* exists under
+/// another key, or under a stricter isolation than READ COMMITTED.
+pub fn enqueue_once(conn: &mut PgConnection, entry: &OutboxEntry) -> Result<Enqueued, StoreError> {
+    match enqueue(conn, entry) {
+        Ok(()) => Ok(Enqueued::New),
+        Err(StoreError::Conflict) => tf_outbox::table
+            .filter(tf_outbox::destination.eq(&entry.destination))
+            .filter(tf_outbox::idempotency_key.eq(&entry.idempotency_key))
+            .select((tf_outbox::outbox_id, tf_outbox::payload.eq(&entry.payload)))
+            .first::<(Uuid, bool)>(conn)
+            .optional()
+            .or_store_error(Phase::Read)?
+            .map(|(id, same_payload)| Enqueued::Duplicate {
+                outbox_id: OutboxId(id),
+                same_payload,
+            })
+            .ok_or(StoreError::Conflict),
+        Err(error) => Err(error),
+    }
+}
+
+/// Enqueues all of `entries`, or none: one that exists already, or stands twice
+/// among them, refuses the whole call.
+///
+/// # Errors
+/// As [`enqueue`]. Every entry is checked before any SQL. A
+/// [`StoreError::Conflict`] leaves a READ COMMITTED transaction usable and
+/// without any of the rows (a savepoint sees to it).
+pub fn enqueue_all(conn: &mut PgConnection, entries: &[OutboxEntry]) -> Result<(), StoreError> {
+    let rows = entries
+        .iter()
+        .map(NewRow::of)
+        .collect::<Result<Vec<_>, _>>()?;
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let phase = Phase::of_write(conn);
+    let inserted = conn.transaction(|conn| {
+        for chunk in rows.chunks(CHUNK) {
+            let inserted = diesel::insert_into(tf_outbox::table)
+                .values(chunk)
+                .on_conflict_do_nothing()
+                .execute(conn)?;
+            if inserted != chunk.len() {
+                return Err(Error::RollbackTransaction);
+            }
+        }
+        Ok(())
+    });
+    match inserted {
+        Err(Error::RollbackTransaction) => Err(StoreError::Conflict),
+        other => other.or_store_error(phase),
+    }
+}
+
+/// The row as it is inserted; the columns that are ours take their defaults.
+#[derive(Debug, Insertable)]
+#[diesel(table_name = tf_outbox)]
+struct NewRow<'a> {
+    outbox_id: Uuid,
+    command_id: Uuid,
+    destination: &'a str,
+    payload: &'a Value,
+    idempotency_key: &'a str,
+    status: StatusText,
+    attempt_count: i32,
+    next_attempt_at: Option<chrono::DateTime<chrono::Utc>>,
+    created_at: chrono::DateTime<chrono::Utc>,
+    completed_at: Option<chrono::DateTime<chrono::Utc>>,
+    headers: Option<Value>,
+}
+
+impl<'a> NewRow<'a> {
+    fn of(entry: &'a OutboxEntry) -> Result<Self, StoreError> {
+        check::entry(entry, MAX_PAYLOAD_BYTES)?;
+        Ok(Self {
+            outbox_id: entry.outbox_id.0,
+            command_id: entry.command_id.0,
+            destination: &entry.destination,
+            payload: &entry.payload,
+            idempotency_key: &entry.idempotency_key,
+            status: StatusText(entry.status),
+            attempt_count: check::attempts(entry.attempt_count)?,
+            next_attempt_at: entry.next_attempt_at.map(cut),
+            created_at: cut(entry.created_at),
+            completed_at: entry.completed_at.map(cut),
+            headers: entry.headers.clone().map(Value::Object),
+        })
+    }
+}

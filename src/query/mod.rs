@@ -1,0 +1,34 @@
+//! The transitions, one a function and each one typed statement, on a
+//! `&mut PgConnection` and inside whatever transaction it is in.
+//!
+//! | file | transitions |
+//! |---|---|
+//! | `enqueue` | – → pending |
+//! | `claim` | pending → dispatching |
+//! | `settle` | dispatching, outcome_unknown → completed, failed, outcome_unknown |
+//! | `requeue` | back to pending: retry, release, redrive |
+//! | `read` | none |
+//!
+//! `check` refuses what can be refused before any SQL, `decode` reads rows one
+//! by one, `fault` turns errors into [`StoreError`](crate::StoreError), and
+//! `expression` holds the SQL functions and literals.
+
+mod check;
+mod claim;
+mod decode;
+mod enqueue;
+mod expression;
+mod fault;
+mod fence;
+mod read;
+mod requeue;
+mod settle;
+
+pub use check::MAX_PAYLOAD_BYTES;
+pub use claim::claim_due;
+pub use enqueue::{Enqueued, enqueue, enqueue_all, enqueue_once};
+pub use read::{get, list_for_command};
+pub use requeue::{redrive, release_expired_claims, reschedule};
+pub use settle::{mark_completed, mark_failed, mark_outcome_unknown};
+
+pub(crate) use fault::{OrStoreError, Phase, classify, connection_fault};
