@@ -20,6 +20,9 @@ mod enqueue;
 mod expression;
 mod fault;
 mod fence;
+mod fenced;
+mod lapse;
+mod probe;
 mod read;
 mod requeue;
 mod settle;
@@ -31,4 +34,12 @@ pub use read::{get, list_for_command};
 pub use requeue::{redrive, release_expired_claims, reschedule};
 pub use settle::{mark_completed, mark_failed, mark_outcome_unknown};
 
-pub(crate) use fault::{OrStoreError, Phase, classify, connection_fault};
+pub(crate) use claim::{Claim, Claimed, claim, next_due};
+pub(crate) use fault::{OrStoreError, Phase, connection_fault};
+pub(crate) use fence::Fence;
+pub(crate) use fenced::{Outcome, Settlement, Verdict, renew, settle};
+pub(crate) use lapse::{WORKER_PREFIX, lapse, stamp_unknown};
+pub(crate) use probe::{
+    Answer, Probe, ProbeFence, answer, claim_probes, park_exhausted, resend_ripe,
+};
+pub(crate) use requeue::CHANNEL;

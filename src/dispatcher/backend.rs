@@ -1,0 +1,54 @@
+//! The seam: what the dispatcher needs of its store. No thread of the
+//! dispatcher sees a connection or a query.
+
+use std::time::Duration;
+
+use crossbeam_channel::Receiver;
+
+use crate::error::StoreError;
+pub(crate) use crate::query::{
+    Answer, Claim, Claimed, Fence, Outcome, Probe, ProbeFence, Settlement, Verdict,
+};
+use crate::record::OutboxRecord;
+
+/// A store that dispatchers work on.
+pub(crate) trait Backend: Send + Sync + 'static {
+    /// A session for one thread, named in logs and on the server. Connects when
+    /// first used, and again after a failure.
+    fn session(&self, role: &'static str) -> Box<dyn Session>;
+
+    /// Calls `nudge` whenever there may be new work, until `closed` is
+    /// disconnected.
+    fn listen(&self, closed: &Receiver<()>, nudge: &dyn Fn());
+}
+
+/// Each call is one transaction.
+pub(crate) trait Session: Send {
+    fn claim(&mut self, claim: &Claim<'_>) -> Result<Claimed, StoreError>;
+    /// How long until the next row that is not due yet falls due.
+    fn next_due(&mut self, destination: &str) -> Result<Option<Duration>, StoreError>;
+    fn settle(
+        &mut self,
+        worker_id: &str,
+        settlements: &[Settlement],
+    ) -> Result<Vec<Verdict>, StoreError>;
+    /// Returns the `seq` of the claims that are renewed.
+    fn renew(
+        &mut self,
+        worker_id: &str,
+        fences: &[Fence],
+        lease: Duration,
+    ) -> Result<Vec<i64>, StoreError>;
+    fn lapse(
+        &mut self,
+        destinations: &[String],
+        foreign_lease: Duration,
+        limit: i64,
+    ) -> Result<usize, StoreError>;
+    fn claim_probes(
+        &mut self,
+        probe: &Probe<'_>,
+    ) -> Result<Vec<(ProbeFence, OutboxRecord)>, StoreError>;
+    fn resend_ripe(&mut self, probe: &Probe<'_>) -> Result<usize, StoreError>;
+    fn answer(&mut self, fence: ProbeFence, answer: &Answer) -> Result<bool, StoreError>;
+}

@@ -1,0 +1,187 @@
+//! A remote system, and what is known about it.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::config::ConfigError;
+use crate::backoff::Backoff;
+use crate::sender::{OutboxReconciler, OutboxSender};
+
+/// What becomes of a row whose outcome is unknown: the destination's choice,
+/// because no default is honest for every remote.
+#[derive(Clone)]
+pub(crate) enum Kind {
+    Idempotent,
+    Reconciled(Arc<dyn OutboxReconciler>),
+    Manual,
+}
+
+/// One remote system: how it is called, and what its unknown outcomes become.
+///
+/// | constructor | the remote … | an unknown row is then |
+/// |---|---|---|
+/// | [`idempotent`](Self::idempotent) | deduplicates on the idempotency key | put back with backoff and the same key |
+/// | [`reconciled`](Self::reconciled) | can be asked | settled, resent or left, as the reconciler answers |
+/// | [`manual`](Self::manual) | can be neither | kept until an operator resolves it |
+#[derive(Clone)]
+#[must_use]
+pub struct Destination {
+    pub(crate) name: String,
+    pub(crate) sender: Arc<dyn OutboxSender>,
+    pub(crate) kind: Kind,
+    pub(crate) concurrency: usize,
+    pub(crate) prefetch: Option<usize>,
+    pub(crate) send_timeout: Duration,
+    pub(crate) settle_delay: Option<Duration>,
+    pub(crate) backoff: Backoff,
+    pub(crate) probe_backoff: Backoff,
+    pub(crate) max_attempts: u32,
+    pub(crate) max_abandoned: usize,
+}
+
+impl Destination {
+    /// The remote recognises a repeated idempotency key and does nothing twice.
+    pub fn idempotent(name: impl Into<String>, sender: impl OutboxSender + 'static) -> Self {
+        Self::new(name.into(), Arc::new(sender), Kind::Idempotent)
+    }
+
+    /// The remote can be asked what became of a request.
+    pub fn reconciled(
+        name: impl Into<String>,
+        sender: impl OutboxSender + 'static,
+        reconciler: impl OutboxReconciler + 'static,
+    ) -> Self {
+        Self::new(
+            name.into(),
+            Arc::new(sender),
+            Kind::Reconciled(Arc::new(reconciler)),
+        )
+    }
+
+    /// The remote can do neither: an unknown outcome waits for a person, who
+    /// resolves it with [`mark_completed`](crate::mark_completed),
+    /// [`mark_failed`](crate::mark_failed) or
+    /// [`reschedule`](crate::reschedule). Its rows are never claimed ahead of a
+    /// free worker, so that a claim is the start of a call.
+    pub fn manual(name: impl Into<String>, sender: impl OutboxSender + 'static) -> Self {
+        Self::new(name.into(), Arc::new(sender), Kind::Manual)
+    }
+
+    fn new(name: String, sender: Arc<dyn OutboxSender>, kind: Kind) -> Self {
+        Self {
+            name,
+            sender,
+            kind,
+            concurrency: 8,
+            prefetch: None,
+            send_timeout: Duration::from_secs(30),
+            settle_delay: None,
+            backoff: Backoff::default(),
+            probe_backoff: Backoff::default(),
+            max_attempts: 20,
+            max_abandoned: 8,
+        }
+    }
+
+    /// How many calls run at once, each on a thread. Zero is refused. Default 8:
+    /// enough to hide a remote's latency without surprising it.
+    pub fn with_concurrency(mut self, concurrency: usize) -> Self {
+        self.concurrency = concurrency;
+        self
+    }
+
+    /// How many rows are claimed beyond those that workers are free for. 0 means
+    /// that a claim is the start of a call; it is always 0 for
+    /// [`manual`](Self::manual). Default: one batch while calls take less than
+    /// 10 ms, else none, so that rows do not age in one process while another is
+    /// idle.
+    pub fn with_prefetch(mut self, rows: usize) -> Self {
+        self.prefetch = Some(rows);
+        self
+    }
+
+    /// How long a call may take. When it is over, the row's outcome is unknown
+    /// and the thread is left to finish; a late answer is still used. Zero is
+    /// refused. Default 30 s: longer than any HTTP client should wait.
+    pub fn with_send_timeout(mut self, timeout: Duration) -> Self {
+        self.send_timeout = timeout;
+        self
+    }
+
+    /// How long an outcome must have been unknown before anybody asks about it
+    /// or sends it again: a request that was given up may still land. Zero asks
+    /// at once. Default: `send_timeout` for [`reconciled`](Self::reconciled);
+    /// zero for [`idempotent`](Self::idempotent), whose rows then wait for the
+    /// ordinary backoff.
+    pub fn with_settle_delay(mut self, delay: Duration) -> Self {
+        self.settle_delay = Some(delay);
+        self
+    }
+
+    /// The wait between attempts. Settings without sense are refused. Default:
+    /// [`Backoff::default`].
+    pub fn with_backoff(mut self, backoff: Backoff) -> Self {
+        self.backoff = backoff;
+        self
+    }
+
+    /// The wait between questions about one unknown outcome. Settings without
+    /// sense are refused. Default: [`Backoff::default`].
+    pub fn with_probe_backoff(mut self, backoff: Backoff) -> Self {
+        self.probe_backoff = backoff;
+        self
+    }
+
+    /// Attempts before a retryable answer becomes final: the row is then
+    /// `failed` with the sender's last code. A row whose outcome is unknown is
+    /// never failed by it, but kept for an operator. Zero is refused. Default
+    /// 20: nearly nine hours at the default backoff.
+    pub fn with_max_attempts(mut self, attempts: u32) -> Self {
+        self.max_attempts = attempts;
+        self
+    }
+
+    /// How many threads may hang in calls that timed out. At the cap nothing
+    /// more is claimed for this destination until one comes back. Zero is
+    /// refused. Default 8: as many as work at once.
+    pub fn with_max_abandoned(mut self, threads: usize) -> Self {
+        self.max_abandoned = threads;
+        self
+    }
+
+    /// When an unknown outcome may first be asked about.
+    pub(crate) fn settle_delay(&self) -> Duration {
+        self.settle_delay.unwrap_or(match self.kind {
+            Kind::Reconciled(_) => self.send_timeout,
+            Kind::Idempotent | Kind::Manual => Duration::ZERO,
+        })
+    }
+
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+        let fault = if self.name.is_empty() || self.name.len() > 255 || self.name.contains('\0') {
+            Some("destination.name")
+        } else if self.concurrency == 0 {
+            Some("concurrency")
+        } else if self.send_timeout.is_zero() {
+            Some("send_timeout")
+        } else if self.max_attempts == 0 {
+            Some("max_attempts")
+        } else if self.max_abandoned == 0 {
+            Some("max_abandoned")
+        } else {
+            self.backoff.fault().or_else(|| self.probe_backoff.fault())
+        };
+        fault.map_or(Ok(()), |field| Err(ConfigError::new(field)))
+    }
+}
+
+impl fmt::Debug for Destination {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Destination")
+            .field("concurrency", &self.concurrency)
+            .field("send_timeout", &self.send_timeout)
+            .field("max_attempts", &self.max_attempts)
+            .finish_non_exhaustive()
+    }
+}

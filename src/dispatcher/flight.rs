@@ -1,0 +1,268 @@
+//! The claims that this process holds, and how far each one is.
+
+use std::collections::HashMap;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use uuid::Uuid;
+
+use super::backend::Fence;
+
+/// How far a claimed row is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// Claimed, waiting for a worker.
+    Waiting,
+    /// Its call runs, until this instant at most.
+    Calling(Instant),
+    /// Its outcome is on its way to the store.
+    Settling,
+}
+
+#[derive(Debug)]
+struct Flight {
+    fence: Fence,
+    lane: usize,
+    lease_until: Instant,
+    step: Step,
+}
+
+/// Whether a worker may begin the call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Begin {
+    Go,
+    /// The lease is over or about to be and could not be renewed.
+    LeaseOver,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    flights: HashMap<i64, Flight>,
+    /// Calls that timed out and still run, by row, with the instant until which
+    /// nobody is asked about the row.
+    overdue: HashMap<Uuid, Instant>,
+}
+
+/// All claims in hand.
+#[derive(Debug, Default)]
+pub(crate) struct Flights {
+    inner: Mutex<Inner>,
+    changed: Condvar,
+}
+
+impl Flights {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        // Nothing in here panics half-way; a poisoned lock is as good as new.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn add(
+        &self,
+        lane: usize,
+        lease_until: Instant,
+        fences: impl Iterator<Item = Fence>,
+    ) {
+        let mut inner = self.lock();
+        for fence in fences {
+            inner.flights.insert(
+                fence.seq,
+                Flight {
+                    fence,
+                    lane,
+                    lease_until,
+                    step: Step::Waiting,
+                },
+            );
+        }
+    }
+
+    /// A worker is about to call. It needs half of the lease; if less is left it
+    /// waits for the renewal, at most until the lease is over.
+    pub(crate) fn begin(&self, fence: Fence, lease: Duration, timeout: Duration) -> Begin {
+        let mut inner = self.lock();
+        loop {
+            let now = Instant::now();
+            let Some(flight) = inner.flights.get_mut(&fence.seq) else {
+                return Begin::LeaseOver;
+            };
+            let left = flight.lease_until.saturating_duration_since(now);
+            if left >= lease / 2 {
+                flight.step = Step::Calling(now + timeout);
+                return Begin::Go;
+            }
+            if left.is_zero() {
+                return Begin::LeaseOver;
+            }
+            inner = self
+                .changed
+                .wait_timeout(inner, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// The call is over. `false`: it had been given up before; the thread is one
+    /// of those that were left behind.
+    pub(crate) fn answered(&self, fence: Fence) -> bool {
+        let mut inner = self.lock();
+        match inner.flights.get_mut(&fence.seq) {
+            Some(flight) if matches!(flight.step, Step::Calling(_)) => {
+                flight.step = Step::Settling;
+                true
+            }
+            _ => {
+                inner.overdue.remove(&fence.outbox_id);
+                false
+            }
+        }
+    }
+
+    /// The row is settled without a call.
+    pub(crate) fn settling(&self, fence: Fence) {
+        if let Some(flight) = self.lock().flights.get_mut(&fence.seq) {
+            flight.step = Step::Settling;
+        }
+    }
+
+    /// Gives up calls whose time is over at `now` (or all of them, if `None`);
+    /// nobody is to be asked about their rows for `quiet(lane)`.
+    pub(crate) fn give_up(
+        &self,
+        now: Option<Instant>,
+        quiet: impl Fn(usize) -> Duration,
+    ) -> Vec<(usize, Fence)> {
+        let mut guard = self.lock();
+        let inner = &mut *guard;
+        let mut given = Vec::new();
+        for flight in inner.flights.values_mut() {
+            if let Step::Calling(deadline) = flight.step
+                && now.is_none_or(|now| deadline <= now)
+            {
+                flight.step = Step::Settling;
+                inner
+                    .overdue
+                    .insert(flight.fence.outbox_id, Instant::now() + quiet(flight.lane));
+                given.push((flight.lane, flight.fence));
+            }
+        }
+        given
+    }
+
+    /// The outcome is committed, or lost.
+    pub(crate) fn done(&self, fence: Fence) {
+        self.lock().flights.remove(&fence.seq);
+        self.changed.notify_all();
+    }
+
+    /// Whether the lease of a claim is over as far as we know.
+    pub(crate) fn lease_over(&self, fence: Fence) -> bool {
+        self.lock()
+            .flights
+            .get(&fence.seq)
+            .is_none_or(|flight| flight.lease_until <= Instant::now())
+    }
+
+    /// What is to be renewed.
+    pub(crate) fn fences(&self) -> Vec<Fence> {
+        self.lock().flights.values().map(|f| f.fence).collect()
+    }
+
+    pub(crate) fn renewed(&self, seqs: &[i64], until: Instant) {
+        let mut inner = self.lock();
+        for seq in seqs {
+            if let Some(flight) = inner.flights.get_mut(seq) {
+                flight.lease_until = until;
+            }
+        }
+        drop(inner);
+        self.changed.notify_all();
+    }
+
+    /// Rows that nobody is to be asked about yet.
+    pub(crate) fn quiet(&self) -> Vec<Uuid> {
+        let mut inner = self.lock();
+        let now = Instant::now();
+        inner.overdue.retain(|_, until| *until > now);
+        inner.overdue.keys().copied().collect()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.lock().flights.len()
+    }
+
+    /// Waits until nothing is in hand; `false` at the deadline.
+    pub(crate) fn wait_empty(&self, deadline: Instant) -> bool {
+        self.wait_at_most(0, deadline)
+    }
+
+    /// Waits until at most `n` claims are in hand; `false` at the deadline.
+    pub(crate) fn wait_at_most(&self, n: usize, deadline: Instant) -> bool {
+        let mut inner = self.lock();
+        while inner.flights.len() > n {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            inner = self
+                .changed
+                .wait_timeout(inner, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fence(seq: i64) -> Fence {
+        Fence {
+            outbox_id: Uuid::from_u128(seq.unsigned_abs().into()),
+            seq,
+            attempt: 1,
+        }
+    }
+
+    const LEASE: Duration = Duration::from_secs(60);
+
+    fn one_waiting(lease_left: Duration) -> Flights {
+        let flights = Flights::default();
+        flights.add(0, Instant::now() + lease_left, [fence(1)].into_iter());
+        flights
+    }
+
+    #[test]
+    fn a_call_begins_only_with_half_of_its_lease_left() {
+        assert_eq!(one_waiting(LEASE).begin(fence(1), LEASE, LEASE), Begin::Go);
+        let short = one_waiting(Duration::from_millis(20));
+        assert_eq!(short.begin(fence(1), LEASE, LEASE), Begin::LeaseOver);
+        let renewed = one_waiting(Duration::from_secs(20));
+        std::thread::scope(|scope| {
+            let worker = scope.spawn(|| renewed.begin(fence(1), LEASE, LEASE));
+            renewed.renewed(&[1], Instant::now() + LEASE);
+            assert_eq!(worker.join().unwrap(), Begin::Go);
+        });
+    }
+
+    #[test]
+    fn of_a_timeout_and_an_answer_exactly_one_settles() {
+        let flights = one_waiting(LEASE);
+        assert_eq!(flights.begin(fence(1), LEASE, Duration::ZERO), Begin::Go);
+        let quiet = |_| LEASE;
+        assert_eq!(
+            flights.give_up(Some(Instant::now()), quiet),
+            [(0, fence(1))]
+        );
+        assert_eq!(flights.give_up(None, quiet), []);
+        assert_eq!(flights.quiet(), [fence(1).outbox_id]);
+        assert!(!flights.answered(fence(1)));
+        assert_eq!(flights.quiet(), Vec::<Uuid>::new());
+
+        let flights = one_waiting(LEASE);
+        assert_eq!(flights.begin(fence(1), LEASE, LEASE), Begin::Go);
+        assert!(flights.answered(fence(1)));
+        assert_eq!(flights.give_up(None, quiet), []);
+    }
+}

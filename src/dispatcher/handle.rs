@@ -1,0 +1,180 @@
+//! A running dispatcher, and how it stops.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender};
+
+use super::shared::{Ends, Shared};
+use super::stats::Stats;
+use super::{claimer, lease, maintenance, settler, worker};
+use crate::error::code;
+
+/// How long dropping the handle waits.
+const DROP_DEADLINE: Duration = Duration::from_secs(5);
+/// What settling and ending may take beyond the deadline of a stop.
+const GRACE: Duration = Duration::from_millis(900);
+/// The threads that every dispatcher has.
+const ROLES: [&str; 6] = [
+    "claimer",
+    "settler",
+    "keeper",
+    "maintenance",
+    "listener",
+    "watchdog",
+];
+
+/// What a stop left.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StopReport {
+    /// Calls that were running and have been settled with their answer.
+    pub finished: u64,
+    /// Rows whose call had not begun: `pending` again, the attempt returned.
+    pub handed_back: u64,
+    /// Calls that still ran at the deadline: their outcome is unknown.
+    pub left_unknown: u64,
+    /// Threads that still hang in calls, or in the database.
+    pub left_running: u64,
+    /// Outcomes that could not be written before the deadline. Their claims
+    /// lapse.
+    pub unsettled: u64,
+    /// The roles of the dispatcher's own threads that did not end in time.
+    pub blocked: Vec<&'static str>,
+}
+
+/// A dispatcher at work. Dropping it stops it, waiting five seconds at most.
+pub struct DispatcherHandle {
+    shared: Arc<Shared>,
+    stop: Mutex<Option<StopEnds>>,
+    report: Mutex<StopReport>,
+}
+
+struct StopEnds {
+    close: Sender<()>,
+    exits: Receiver<&'static str>,
+}
+
+impl DispatcherHandle {
+    pub(crate) fn start(shared: Arc<Shared>, ends: Ends) -> Self {
+        let Ends {
+            reports,
+            wake,
+            exits,
+            close,
+        } = ends;
+        shared.spawn("settler", move |shared| settler::run(&shared, &reports));
+        shared.spawn("keeper", |shared| lease::keep(&shared));
+        shared.spawn("watchdog", |shared| worker::watch(&shared));
+        shared.spawn("maintenance", |shared| maintenance::run(&shared));
+        shared.spawn("listener", |shared| {
+            let backend = Arc::clone(&shared.backend);
+            backend.listen(&shared.closed, &|| shared.nudge());
+        });
+        shared.spawn("claimer", move |shared| claimer::run(&shared, &wake));
+        Self {
+            shared,
+            stop: Mutex::new(Some(StopEnds { close, exits })),
+            report: Mutex::default(),
+        }
+    }
+
+    /// The id that this dispatcher's claims carry: host, process and a random
+    /// part, new at each start.
+    #[must_use]
+    pub fn worker_id(&self) -> &str {
+        &self.shared.worker_id
+    }
+
+    /// What has been done so far.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.shared.counters.read()
+    }
+
+    /// Looks for due rows now.
+    pub fn nudge(&self) {
+        self.shared.nudge();
+    }
+
+    /// Stops: nothing new is begun, rows that no worker has begun are handed
+    /// back, running calls have until `deadline` to answer, and those that do
+    /// not are settled as unknown. Returns by the deadline plus one second,
+    /// whatever the database does, and says what it left.
+    ///
+    /// Called again it returns the first report.
+    pub fn stop(&self, deadline: Duration) -> StopReport {
+        let mut stop = self.stop.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut report = self.report.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(ends) = stop.take() {
+            *report = stop_within(&self.shared, ends, deadline);
+        }
+        report.clone()
+    }
+}
+
+fn stop_within(shared: &Arc<Shared>, ends: StopEnds, deadline: Duration) -> StopReport {
+    let until = Instant::now() + deadline;
+    let before = shared.counters.read();
+    shared.stopping.store(true, Ordering::Release);
+    shared.nudge();
+    shared.hand_back_waiting();
+    let mut left_unknown = 0;
+    if !shared.flights.wait_empty(until) {
+        // The claimer may have brought rows after we emptied the channels.
+        shared.hand_back_waiting();
+        left_unknown = shared.give_up_calls(None, code::STOPPED).len();
+        shared.flights.wait_empty(until + GRACE / 2);
+    }
+    let unsettled = shared.flights.len();
+    drop(ends.close);
+    let blocked = wait_for_exits(&ends.exits, until + GRACE);
+    let after = shared.counters.read();
+    let settled = |s: &Stats| s.completed + s.retried + s.failed + s.unknown;
+    StopReport {
+        finished: (settled(&after) - settled(&before)).saturating_sub(left_unknown as u64),
+        handed_back: after.handed_back - before.handed_back,
+        left_unknown: left_unknown as u64,
+        left_running: after.abandoned + blocked.len() as u64,
+        unsettled: unsettled as u64,
+        blocked,
+    }
+}
+
+/// Which of our own threads have not ended by `until`. Workers are not waited
+/// for: those that are idle end at once, the others hang in calls.
+fn wait_for_exits(exits: &Receiver<&'static str>, until: Instant) -> Vec<&'static str> {
+    let mut left: HashMap<&str, &'static str> = ROLES.iter().map(|role| (*role, *role)).collect();
+    while !left.is_empty() {
+        match exits.recv_deadline(until) {
+            Ok(role) => {
+                left.remove(role);
+            }
+            Err(_) => break,
+        }
+    }
+    let mut left: Vec<&'static str> = left.into_values().collect();
+    left.sort_unstable();
+    if !left.is_empty() {
+        tracing::warn!(threads = ?left, "threads of the outbox dispatcher did not end in time");
+    }
+    left
+}
+
+impl Drop for DispatcherHandle {
+    fn drop(&mut self) {
+        self.stop(DROP_DEADLINE);
+    }
+}
+
+impl fmt::Debug for DispatcherHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DispatcherHandle")
+            .field("worker_id", &self.shared.worker_id)
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
+    }
+}

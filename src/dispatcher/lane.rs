@@ -1,0 +1,105 @@
+//! One destination at work: its channel, its threads, its free slots.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+
+use super::backend::{Fence, ProbeFence};
+use super::destination::{Destination, Kind};
+use crate::entry::OutboxEntry;
+use crate::record::OutboxRecord;
+
+/// A claimed row on its way to a worker.
+pub(crate) type Job = (Fence, OutboxEntry);
+/// A row of unknown outcome on its way to a reconciler.
+pub(crate) type Question = (ProbeFence, OutboxRecord);
+
+/// Calls are fast if they take less than this on the average.
+const FAST: Duration = Duration::from_millis(10);
+/// Questions to a reconciler at once.
+pub(crate) const PROBES: usize = 4;
+
+pub(crate) struct Lane {
+    pub(crate) destination: Destination,
+    pub(crate) jobs: (Sender<Job>, Receiver<Job>),
+    pub(crate) questions: (Sender<Question>, Receiver<Question>),
+    /// Rows claimed and not yet settled. A slot is free only when the outcome is
+    /// committed: a slow settler slows the claimer, and memory is bounded.
+    pub(crate) outstanding: AtomicUsize,
+    /// Worker threads that are not left behind in a call.
+    pub(crate) workers: AtomicUsize,
+    /// Threads left behind in a call that timed out.
+    pub(crate) abandoned: AtomicUsize,
+    pub(crate) reconcilers: AtomicUsize,
+    /// Whether the cap of abandoned threads has been logged.
+    pub(crate) capped: AtomicBool,
+    /// A running mean of the duration of calls, in µs.
+    mean_call: AtomicU64,
+}
+
+impl Lane {
+    pub(crate) fn new(destination: Destination, batch: usize) -> Self {
+        let prefetch = destination.prefetch.unwrap_or(batch);
+        Self {
+            jobs: bounded(destination.concurrency + prefetch),
+            questions: bounded(PROBES),
+            outstanding: AtomicUsize::new(0),
+            workers: AtomicUsize::new(0),
+            abandoned: AtomicUsize::new(0),
+            reconcilers: AtomicUsize::new(0),
+            capped: AtomicBool::new(false),
+            mean_call: AtomicU64::new(u64::MAX),
+            destination,
+        }
+    }
+
+    /// How many rows may be claimed now.
+    pub(crate) fn free(&self, batch: usize) -> usize {
+        if self.abandoned.load(Ordering::Acquire) >= self.destination.max_abandoned {
+            if !self.capped.swap(true, Ordering::AcqRel) {
+                tracing::warn!(
+                    threads = self.destination.max_abandoned,
+                    "an outbox destination has all its threads hanging; nothing is claimed for it"
+                );
+            }
+            return 0;
+        }
+        if self.capped.swap(false, Ordering::AcqRel) {
+            tracing::info!("an outbox destination has threads again");
+        }
+        let prefetch = match (&self.destination.kind, self.destination.prefetch) {
+            (Kind::Manual, _) => 0,
+            (_, Some(rows)) => rows,
+            (_, None) if self.is_fast() => batch,
+            (_, None) => 0,
+        };
+        (self.destination.concurrency + prefetch)
+            .saturating_sub(self.outstanding.load(Ordering::Acquire))
+            .min(batch)
+    }
+
+    fn is_fast(&self) -> bool {
+        u128::from(self.mean_call.load(Ordering::Relaxed)) < FAST.as_micros()
+    }
+
+    pub(crate) fn called(&self, took: Duration) {
+        let took = u64::try_from(took.as_micros()).unwrap_or(u64::MAX / 2);
+        let mean = self.mean_call.load(Ordering::Relaxed);
+        let next = if mean == u64::MAX {
+            took
+        } else {
+            mean - mean / 8 + took / 8
+        };
+        self.mean_call.store(next, Ordering::Relaxed);
+    }
+
+    /// A reservation of one of `limit` threads in `threads`.
+    pub(crate) fn reserve(threads: &AtomicUsize, limit: usize) -> bool {
+        threads
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| {
+                (n < limit).then_some(n + 1)
+            })
+            .is_ok()
+    }
+}

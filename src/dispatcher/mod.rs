@@ -1,0 +1,123 @@
+//! The dispatcher: claims due rows, calls the application's senders on a pool of
+//! threads, and settles each row with what happened.
+//!
+//! ```text
+//!            wake-ups (LISTEN · poll · a free slot)
+//!                             │
+//! claimer ── claim ──► [bounded channel] ──► workers ── outcome ──► [channel] ──► settler
+//!    ▲                                                                               │
+//!    └─────────────────────────── free slots ◄──────────────── committed ◄───────────┘
+//! keeper: renews leases · watchdog: deadlines · maintenance: lapsed claims, unknown outcomes
+//! ```
+//!
+//! | file | story |
+//! |---|---|
+//! | `config`, `destination` | the settings |
+//! | `backend` | the seam: what is asked of the store |
+//! | `claimer` | claims rows for free workers |
+//! | `worker` | calls senders; the watchdog |
+//! | `settler` | writes outcomes |
+//! | `lease` | renews claims |
+//! | `maintenance`, `reconcile` | lapsed claims and unknown outcomes |
+//! | `handle` | start and stop |
+//! | `lane`, `flight`, `shared`, `stats` | what the threads share |
+
+pub(crate) mod backend;
+mod claimer;
+mod config;
+mod destination;
+mod flight;
+mod handle;
+mod lane;
+mod lease;
+mod maintenance;
+mod reconcile;
+mod settler;
+mod shared;
+mod stats;
+mod worker;
+
+use std::fmt;
+use std::sync::Arc;
+
+pub use config::{ConfigError, DispatcherBuilder};
+pub use destination::Destination;
+pub use handle::{DispatcherHandle, StopReport};
+pub use stats::Stats;
+
+use crate::postgres::PgBackend;
+use crate::query::WORKER_PREFIX;
+use shared::Shared;
+
+/// A dispatcher that is configured and not yet at work.
+///
+/// ```no_run
+/// use std::time::Duration;
+/// use diesel_outbox::{Destination, Dispatched, Dispatcher, OutboxEntry};
+///
+/// let send = |entry: &OutboxEntry| {
+///     println!("sending {}", entry.outbox_id);
+///     Dispatched::completed()
+/// };
+/// let dispatcher = Dispatcher::builder("postgres://localhost/shop")
+///     .destination(Destination::idempotent("payments", send))
+///     .start()?;
+/// // … until the service is told to end:
+/// let report = dispatcher.stop(Duration::from_secs(10));
+/// assert_eq!(report.left_unknown, 0);
+/// # Ok::<(), diesel_outbox::ConfigError>(())
+/// ```
+pub struct Dispatcher {
+    builder: DispatcherBuilder,
+}
+
+impl Dispatcher {
+    /// A dispatcher on the database at `database_url`, in either form that libpq
+    /// knows. It opens connections of its own, at most five, so that senders
+    /// which exhaust the application's pool do not keep it from settling. The
+    /// URL is never shown.
+    pub fn builder(database_url: &str) -> DispatcherBuilder {
+        DispatcherBuilder::new(database_url)
+    }
+
+    pub(crate) fn from_builder(builder: DispatcherBuilder) -> Self {
+        Self { builder }
+    }
+
+    fn shared(&self) -> (Arc<Shared>, shared::Ends) {
+        let backend = Arc::new(PgBackend::new(&self.builder.url));
+        Shared::new(&self.builder, worker_id(), backend)
+    }
+
+    /// Starts the threads. Connects in the background: a server that is down is
+    /// waited for.
+    #[must_use = "dropping the handle stops the dispatcher"]
+    pub fn start(self) -> DispatcherHandle {
+        let (shared, ends) = self.shared();
+        DispatcherHandle::start(shared, ends)
+    }
+}
+
+impl fmt::Debug for Dispatcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Dispatcher")
+            .field("settings", &self.builder)
+            .finish()
+    }
+}
+
+/// Unique for each start: host, process, and a random part.
+fn worker_id() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .ok()
+        .or_else(|| std::env::var("HOSTNAME").ok())
+        .unwrap_or_default();
+    let host: String = host
+        .trim()
+        .chars()
+        .filter(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '.'))
+        .take(64)
+        .collect();
+    let unique = uuid::Uuid::new_v4().simple();
+    format!("{WORKER_PREFIX}{host}/{}/{unique}", std::process::id())
+}

@@ -1,0 +1,123 @@
+//! One connection of the dispatcher's own, made when needed and again after a
+//! failure.
+
+use diesel::Connection as _;
+use diesel::pg::PgConnection;
+
+use crate::error::StoreError;
+use crate::query::connection_fault;
+use crate::store::transaction;
+
+/// Everything that the transaction relies on, pinned in one round trip: the
+/// isolation that the statements are made for, and ends to waiting. `SET LOCAL`
+/// leaves nothing behind on a connection that a proxy shares. A process that is
+/// frozen inside a transaction loses it, with its locks, after the idle timeout.
+const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; \
+     SET LOCAL idle_in_transaction_session_timeout = '5s'; \
+     SET LOCAL lock_timeout = '2s'; \
+     SET LOCAL statement_timeout = '10s'";
+
+/// Connection options that we add where the user has not set them: a peer that
+/// is gone without a word is noticed within half a minute, and no connect waits
+/// for ever.
+const OPTIONS: [(&str, &str); 7] = [
+    ("connect_timeout", "5"),
+    ("keepalives", "1"),
+    ("keepalives_idle", "10"),
+    ("keepalives_interval", "5"),
+    ("keepalives_count", "3"),
+    ("tcp_user_timeout", "30000"),
+    ("application_name", "diesel-outbox"),
+];
+
+pub(super) struct Connection {
+    url: String,
+    open: Option<PgConnection>,
+}
+
+impl Connection {
+    pub(super) fn new(url: &str, role: &'static str) -> Self {
+        Self {
+            url: with_options(url, role),
+            open: None,
+        }
+    }
+
+    /// The open connection, or a new one.
+    pub(super) fn get(&mut self) -> Result<&mut PgConnection, StoreError> {
+        match self.open {
+            Some(ref mut open) => Ok(open),
+            None => {
+                let made = PgConnection::establish(&self.url).map_err(|e| connection_fault(&e))?;
+                Ok(self.open.insert(made))
+            }
+        }
+    }
+
+    /// Forgets the connection: the next use makes a new one.
+    pub(super) fn close(&mut self) {
+        self.open = None;
+    }
+
+    pub(super) fn transaction<T>(
+        &mut self,
+        operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let result = self
+            .get()
+            .and_then(|conn| transaction(conn, BEGIN, operation));
+        // Of these we cannot tell in what state they left the connection; a new
+        // one is cheap beside the wait that follows a failure.
+        if result.is_err() {
+            self.close();
+        }
+        result
+    }
+}
+
+/// Adds our options to a connection string of either form (URI, or
+/// `keyword=value`), unless it sets them itself.
+fn with_options(url: &str, role: &str) -> String {
+    let uri = url.starts_with("postgres://") || url.starts_with("postgresql://");
+    let mut full = url.to_owned();
+    let mut asked = url.contains('?');
+    for (name, value) in OPTIONS {
+        if url.contains(&format!("{name}=")) {
+            continue;
+        }
+        let value = if name == "application_name" {
+            format!("{value}-{role}")
+        } else {
+            value.to_owned()
+        };
+        if uri {
+            full.push(if asked { '&' } else { '?' });
+            asked = true;
+        } else {
+            full.push(' ');
+        }
+        full.push_str(name);
+        full.push('=');
+        full.push_str(&value);
+    }
+    full
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_are_added_to_both_forms_and_never_over_the_users() {
+        let uri = with_options("postgres://u:p@h/db", "claimer");
+        assert!(uri.starts_with("postgres://u:p@h/db?connect_timeout=5&keepalives=1&"));
+        assert!(uri.ends_with("&application_name=diesel-outbox-claimer"));
+
+        let asked = with_options("postgres://h/db?connect_timeout=1", "claimer");
+        assert!(asked.starts_with("postgres://h/db?connect_timeout=1&keepalives=1&"));
+        assert_eq!(asked.matches("connect_timeout").count(), 1);
+
+        let pairs = with_options("host=h dbname=db", "claimer");
+        assert!(pairs.starts_with("host=h dbname=db connect_timeout=5 keepalives=1 "));
+    }
+}

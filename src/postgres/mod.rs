@@ -1,0 +1,113 @@
+//! The dispatcher's backend on PostgreSQL.
+
+mod connection;
+mod wakeup;
+
+use std::time::Duration;
+
+use crossbeam_channel::Receiver;
+use diesel::pg::PgConnection;
+
+use self::connection::Connection;
+use crate::dispatcher::backend::{
+    Answer, Backend, Claim, Claimed, Fence, Probe, ProbeFence, Session, Settlement, Verdict,
+};
+use crate::error::StoreError;
+use crate::query;
+use crate::record::OutboxRecord;
+
+/// Makes sessions with a connection each; never shows its URL.
+pub(crate) struct PgBackend {
+    url: String,
+}
+
+impl PgBackend {
+    pub(crate) fn new(url: &str) -> Self {
+        Self {
+            url: url.to_owned(),
+        }
+    }
+}
+
+impl Backend for PgBackend {
+    fn session(&self, role: &'static str) -> Box<dyn Session> {
+        Box::new(PgSession {
+            connection: Connection::new(&self.url, role),
+        })
+    }
+
+    fn listen(&self, closed: &Receiver<()>, nudge: &dyn Fn()) {
+        wakeup::listen(Connection::new(&self.url, "listener"), closed, nudge);
+    }
+}
+
+struct PgSession {
+    connection: Connection,
+}
+
+impl PgSession {
+    fn transaction<T>(
+        &mut self,
+        operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        self.connection.transaction(operation)
+    }
+}
+
+impl Session for PgSession {
+    fn claim(&mut self, claim: &Claim<'_>) -> Result<Claimed, StoreError> {
+        self.transaction(|conn| query::claim(conn, claim))
+    }
+
+    fn next_due(&mut self, destination: &str) -> Result<Option<Duration>, StoreError> {
+        self.transaction(|conn| query::next_due(conn, destination))
+    }
+
+    fn settle(
+        &mut self,
+        worker_id: &str,
+        settlements: &[Settlement],
+    ) -> Result<Vec<Verdict>, StoreError> {
+        self.transaction(|conn| query::settle(conn, worker_id, settlements))
+    }
+
+    fn renew(
+        &mut self,
+        worker_id: &str,
+        fences: &[Fence],
+        lease: Duration,
+    ) -> Result<Vec<i64>, StoreError> {
+        self.transaction(|conn| query::renew(conn, worker_id, fences, lease))
+    }
+
+    fn lapse(
+        &mut self,
+        destinations: &[String],
+        foreign_lease: Duration,
+        limit: i64,
+    ) -> Result<usize, StoreError> {
+        self.transaction(|conn| query::lapse(conn, destinations, foreign_lease, limit))
+    }
+
+    fn claim_probes(
+        &mut self,
+        probe: &Probe<'_>,
+    ) -> Result<Vec<(ProbeFence, OutboxRecord)>, StoreError> {
+        self.transaction(|conn| {
+            query::stamp_unknown(conn, probe.destination)?;
+            query::claim_probes(conn, probe)
+        })
+    }
+
+    fn resend_ripe(&mut self, probe: &Probe<'_>) -> Result<usize, StoreError> {
+        self.transaction(|conn| {
+            query::stamp_unknown(conn, probe.destination)?;
+            query::park_exhausted(conn, probe.destination, probe.max_attempts)?;
+            query::resend_ripe(conn, probe)
+        })
+    }
+
+    fn answer(&mut self, fence: ProbeFence, answer: &Answer) -> Result<bool, StoreError> {
+        self.transaction(|conn| query::answer(conn, fence, answer))
+    }
+}

@@ -1,0 +1,291 @@
+//! Reconciliation: asking about rows whose outcome is unknown, and settling
+//! them with the answer.
+
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use diesel::dsl::array;
+use diesel::pg::PgConnection;
+use diesel::prelude::*;
+use diesel::sql_types::{Array, Interval};
+use uuid::Uuid;
+
+use super::check;
+use super::decode::{ENTRY, EntryRow, META, MetaRow, StatusText, record};
+use super::expression::{OutcomeUnknown, after, array_position, before, statement_timestamp};
+use super::fault::{OrStoreError, Phase};
+use super::requeue::notify;
+use crate::backoff::Backoff;
+use crate::error::{StoreError, code};
+use crate::record::OutboxRecord;
+use crate::schema::tf_outbox;
+use crate::status::OutboxStatus;
+
+diesel::alias!(tf_outbox as held: Held);
+
+/// Which rows to ask about.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Probe<'a> {
+    pub(crate) destination: &'a str,
+    /// How long a row must have been unknown.
+    pub(crate) settle_delay: Duration,
+    /// When to ask again, by the number of times asked.
+    pub(crate) backoff: &'a Backoff,
+    pub(crate) limit: i64,
+    /// Rows whose call still runs in this process.
+    pub(crate) except: &'a [Uuid],
+    pub(crate) max_attempts: u32,
+}
+
+/// What an answer must match: the episode of uncertainty that it is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ProbeFence {
+    outbox_id: Uuid,
+    seq: Option<i64>,
+    attempt: i32,
+    probe: i32,
+}
+
+impl ProbeFence {
+    pub(crate) const fn attempt(self) -> u32 {
+        self.attempt.unsigned_abs()
+    }
+}
+
+/// What reconciliation decided.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Answer {
+    Completed,
+    Failed {
+        code: String,
+    },
+    Resend {
+        delay: Duration,
+    },
+    /// To be sent again, if there were attempts left: stays unknown, for an
+    /// operator.
+    Park,
+}
+
+/// Rows of the destination that have been unknown for long enough, in the order
+/// in which they became so, locked.
+macro_rules! ripe {
+    ($probe:expr) => {
+        held.filter(held.field(tf_outbox::destination).eq($probe.destination))
+            .filter(held.field(tf_outbox::status).eq(OutcomeUnknown))
+            .filter(
+                held.field(tf_outbox::unknown_since).le(before(
+                    statement_timestamp(),
+                    check::interval($probe.settle_delay),
+                )
+                .nullable()),
+            )
+            .filter(
+                held.field(tf_outbox::next_attempt_at).is_null().or(held
+                    .field(tf_outbox::next_attempt_at)
+                    .le(statement_timestamp().nullable())),
+            )
+            .filter(held.field(tf_outbox::outbox_id).ne_all($probe.except))
+            .order((
+                held.field(tf_outbox::unknown_since),
+                held.field(tf_outbox::outbox_id),
+            ))
+            .limit($probe.limit)
+    };
+}
+
+/// Claims rows for a probe: counts it and sets the time of the next. To be run
+/// in one transaction. A row that cannot be decoded is passed over until that
+/// time.
+pub(crate) fn claim_probes(
+    conn: &mut PgConnection,
+    probe: &Probe<'_>,
+) -> Result<Vec<(ProbeFence, OutboxRecord)>, StoreError> {
+    let ripe = ripe!(probe)
+        .select((
+            held.field(tf_outbox::outbox_id),
+            held.field(tf_outbox::probe_count),
+        ))
+        .for_update()
+        .skip_locked()
+        .load::<(Uuid, i32)>(conn)
+        .or_store_error(Phase::Statement)?;
+    if ripe.is_empty() {
+        return Ok(Vec::new());
+    }
+    let (ids, delays): (Vec<Uuid>, Vec<_>) = ripe
+        .into_iter()
+        .map(|(id, asked)| {
+            let nth = u32::try_from(asked).unwrap_or(0).saturating_add(1);
+            (id, check::interval(probe.backoff.jittered(nth)))
+        })
+        .unzip();
+    let rows = diesel::update(tf_outbox::table.filter(tf_outbox::outbox_id.eq_any(&ids)))
+        .set((
+            tf_outbox::probe_count.eq(tf_outbox::probe_count + 1),
+            tf_outbox::next_attempt_at.eq(after(
+                statement_timestamp(),
+                delays
+                    .into_sql::<Array<Interval>>()
+                    .index(array_position(&ids, tf_outbox::outbox_id).assume_not_null()),
+            )
+            .nullable()),
+        ))
+        .returning((
+            ENTRY,
+            META,
+            statement_timestamp(),
+            tf_outbox::claim_seq,
+            tf_outbox::probe_count,
+        ))
+        .load::<(EntryRow, MetaRow, DateTime<Utc>, Option<i64>, i32)>(conn)
+        .or_store_error(Phase::Statement)?;
+    Ok(rows
+        .into_iter()
+        .filter_map(|(entry, meta, now, seq, probe)| {
+            let fence = ProbeFence {
+                outbox_id: entry.outbox_id,
+                seq,
+                attempt: entry.attempt_count,
+                probe,
+            };
+            match record(entry, meta, now) {
+                Ok(record) => Some((fence, record)),
+                Err(error) => {
+                    tracing::warn!(outbox_id = %fence.outbox_id, %error, "a row of unknown outcome cannot be read");
+                    None
+                }
+            }
+        })
+        .collect())
+}
+
+/// The built-in reconciler of a destination that honours idempotency keys: puts
+/// back every ripe row with attempts left. To be run in one transaction.
+/// Returns how many rows were ripe.
+pub(crate) fn resend_ripe(conn: &mut PgConnection, probe: &Probe<'_>) -> Result<usize, StoreError> {
+    let max_attempts = i32::try_from(probe.max_attempts).unwrap_or(i32::MAX);
+    let ripe = ripe!(probe)
+        .filter(held.field(tf_outbox::attempt_count).lt(max_attempts))
+        .select((
+            held.field(tf_outbox::outbox_id),
+            held.field(tf_outbox::attempt_count),
+        ))
+        .for_update()
+        .skip_locked()
+        .load::<(Uuid, i32)>(conn)
+        .or_store_error(Phase::Statement)?;
+    if ripe.is_empty() {
+        return Ok(0);
+    }
+    let (ids, delays): (Vec<Uuid>, Vec<_>) = ripe
+        .into_iter()
+        .map(|(id, attempts)| {
+            let nth = u32::try_from(attempts).unwrap_or(1).max(1);
+            (id, check::interval(probe.backoff.jittered(nth)))
+        })
+        .unzip();
+    let resent = diesel::update(tf_outbox::table.filter(tf_outbox::outbox_id.eq_any(&ids)))
+        .set((
+            tf_outbox::status.eq(StatusText(OutboxStatus::Pending)),
+            tf_outbox::probe_count.eq(tf_outbox::probe_count + 1),
+            tf_outbox::next_attempt_at.eq(after(
+                statement_timestamp(),
+                delays
+                    .into_sql::<Array<Interval>>()
+                    .index(array_position(&ids, tf_outbox::outbox_id).assume_not_null()),
+            )
+            .nullable()),
+            tf_outbox::unknown_since.eq(None::<DateTime<Utc>>),
+            tf_outbox::claim_seq.eq(None::<i64>),
+        ))
+        .execute(conn)
+        .or_store_error(Phase::Statement)?;
+    notify(conn, Phase::Statement)?;
+    Ok(resent)
+}
+
+/// Marks rows that would be sent again if they had attempts left. They stay
+/// unknown: to call them failed would claim knowledge that nobody has.
+pub(crate) fn park_exhausted(
+    conn: &mut PgConnection,
+    destination: &str,
+    max_attempts: u32,
+) -> Result<usize, StoreError> {
+    let max_attempts = i32::try_from(max_attempts).unwrap_or(i32::MAX);
+    let spent = held
+        .filter(held.field(tf_outbox::destination).eq(destination))
+        .filter(held.field(tf_outbox::status).eq(OutcomeUnknown))
+        .filter(held.field(tf_outbox::attempt_count).ge(max_attempts))
+        .filter(
+            held.field(tf_outbox::last_failure)
+                .is_distinct_from(code::ATTEMPTS_EXHAUSTED),
+        )
+        .select(held.field(tf_outbox::outbox_id))
+        .for_update()
+        .skip_locked();
+    diesel::update(tf_outbox::table.filter(tf_outbox::outbox_id.eq_any(array(spent))))
+        .set(tf_outbox::last_failure.eq(code::ATTEMPTS_EXHAUSTED))
+        .execute(conn)
+        .or_store_error(Phase::Statement)
+}
+
+/// Settles a row with what reconciliation found. `false`: the answer was about
+/// an earlier episode, or somebody else resolved the row; nothing was written.
+pub(crate) fn answer(
+    conn: &mut PgConnection,
+    fence: ProbeFence,
+    answer: &Answer,
+) -> Result<bool, StoreError> {
+    macro_rules! asked {
+        () => {
+            diesel::update(
+                tf_outbox::table
+                    .find(fence.outbox_id)
+                    .filter(
+                        super::settle::hidden_status().eq(StatusText(OutboxStatus::OutcomeUnknown)),
+                    )
+                    .filter(tf_outbox::claim_seq.is_not_distinct_from(fence.seq))
+                    .filter(tf_outbox::attempt_count.eq(fence.attempt))
+                    .filter(tf_outbox::probe_count.eq(fence.probe)),
+            )
+        };
+    }
+    let written = match answer {
+        Answer::Completed => asked!()
+            .set((
+                tf_outbox::status.eq(StatusText(OutboxStatus::Completed)),
+                tf_outbox::completed_at.eq(statement_timestamp().nullable()),
+                tf_outbox::lapse_count.eq(0),
+            ))
+            .execute(conn),
+        Answer::Failed { code } => asked!()
+            .set((
+                tf_outbox::status.eq(StatusText(OutboxStatus::Failed)),
+                tf_outbox::completed_at.eq(statement_timestamp().nullable()),
+                tf_outbox::last_failure.eq(code),
+                tf_outbox::lapse_count.eq(0),
+            ))
+            .execute(conn),
+        Answer::Resend { delay } => asked!()
+            .set((
+                tf_outbox::status.eq(StatusText(OutboxStatus::Pending)),
+                tf_outbox::next_attempt_at.eq(after(
+                    statement_timestamp(),
+                    check::interval(*delay),
+                )
+                .nullable()),
+                tf_outbox::unknown_since.eq(None::<DateTime<Utc>>),
+                tf_outbox::claim_seq.eq(None::<i64>),
+            ))
+            .execute(conn),
+        Answer::Park => asked!()
+            .set(tf_outbox::last_failure.eq(code::ATTEMPTS_EXHAUSTED))
+            .execute(conn),
+    }
+    .or_store_error(Phase::Statement)?;
+    if written == 1 && matches!(answer, Answer::Resend { .. }) {
+        notify(conn, Phase::Statement)?;
+    }
+    Ok(written == 1)
+}
