@@ -148,7 +148,6 @@ impl PgOutbox {
     }
 
     /// A store on `url`, to be configured.
-    #[must_use]
     pub fn builder(url: &str) -> PgOutboxBuilder {
         PgOutboxBuilder {
             url: url.to_owned(),

@@ -63,13 +63,14 @@ impl DispatcherHandle {
         let Ends {
             reports,
             wake,
+            ask,
             exits,
             close,
         } = ends;
         shared.spawn("settler", move |shared| settler::run(&shared, &reports));
         shared.spawn("keeper", |shared| lease::keep(&shared));
         shared.spawn("watchdog", |shared| worker::watch(&shared));
-        shared.spawn("maintenance", |shared| maintenance::run(&shared));
+        shared.spawn("maintenance", move |shared| maintenance::run(&shared, &ask));
         shared.spawn("listener", |shared| {
             let backend = Arc::clone(&shared.backend);
             backend.listen(&shared.closed, &|| shared.nudge());

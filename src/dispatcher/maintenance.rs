@@ -1,8 +1,9 @@
 //! What is done now and then: lapsed claims, unknown outcomes.
 
 use std::sync::Arc;
+use std::time::Instant;
 
-use crossbeam_channel::RecvTimeoutError;
+use crossbeam_channel::{Receiver, select};
 
 use super::backend::Session;
 use super::reconcile;
@@ -13,22 +14,30 @@ use crate::error::StoreError;
 /// Claims lapsed by one statement.
 const BATCH: i64 = 500;
 
-pub(crate) fn run(shared: &Arc<Shared>) {
+pub(crate) fn run(shared: &Arc<Shared>, ask: &Receiver<()>) {
     let mut session = shared.backend.session("maintenance");
     let mut trouble = Trouble::new("maintenance");
-    loop {
-        if shared.is_stopping() {
-            return;
-        }
-        let wait = match sweep(shared, session.as_mut()) {
-            Ok(()) => {
-                trouble.works();
-                shared.maintenance
-            }
-            Err(error) => trouble.failed(error).max(shared.maintenance / 4),
+    let mut due = Instant::now();
+    while !shared.is_stopping() {
+        let result = if due <= Instant::now() {
+            due = Instant::now() + shared.maintenance;
+            sweep(shared, session.as_mut())
+        } else {
+            ask_around(shared, session.as_mut())
         };
-        if shared.closed.recv_timeout(wait) != Err(RecvTimeoutError::Timeout) {
-            return;
+        match result {
+            Ok(()) => trouble.works(),
+            Err(error) => {
+                let wait = trouble.failed(error);
+                due = Instant::now() + wait;
+                // Reconcilers that are free do not shorten this wait.
+                let _ = shared.closed.recv_timeout(wait);
+            }
+        }
+        select! {
+            recv(ask) -> _ => {},
+            recv(shared.closed) -> _ => return,
+            default(due.saturating_duration_since(Instant::now())) => {},
         }
     }
 }
@@ -54,6 +63,10 @@ pub(crate) fn sweep(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<(
             break;
         }
     }
+    ask_around(shared, session)
+}
+
+fn ask_around(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<(), StoreError> {
     for index in 0..shared.lanes.len() {
         reconcile::look(shared, session, index)?;
     }

@@ -47,10 +47,9 @@ pub(crate) fn look(
         },
         Kind::Reconciled(_) => {
             probe.backoff = &lane.destination.probe_backoff;
-            // Never more questions than there are threads to ask them: a row
-            // that is claimed for a probe is not asked about until the next.
-            let busy = lane.reconcilers.load(Ordering::Acquire) + lane.questions.1.len();
-            probe.limit = PROBES.saturating_sub(busy) as i64;
+            // A row that is claimed for a probe and then not asked about would
+            // wait for its next one.
+            probe.limit = PROBES.saturating_sub(lane.questions.1.len()) as i64;
             if probe.limit > 0 {
                 for question in session.claim_probes(&probe)? {
                     ask(shared, index, question);
@@ -85,6 +84,9 @@ fn answer_all(shared: &Arc<Shared>, index: usize) {
             match question {
                 Some(question) if !shared.is_stopping() => {
                     ask_one(shared, lane, reconciler.as_ref(), &question);
+                    if lane.questions.1.is_empty() {
+                        shared.ask_more();
+                    }
                 }
                 _ => break,
             }

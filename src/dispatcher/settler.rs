@@ -122,10 +122,8 @@ fn settle(
             for mut outcome in due {
                 match session.settle(&shared.worker_id, std::slice::from_ref(&outcome.settlement)) {
                     Ok(verdicts) => {
-                        for verdict in verdicts.into_iter().take(1) {
-                            conclude(shared, outcome, verdict, pending);
-                            break;
-                        }
+                        let verdict = verdicts.first().copied().unwrap_or(Verdict::Lost);
+                        conclude(shared, outcome, verdict, pending);
                     }
                     Err(error) => {
                         outcome.not_before = Instant::now() + Duration::from_secs(1);

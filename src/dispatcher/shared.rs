@@ -44,6 +44,7 @@ pub(crate) struct Shared {
     pub(crate) renewing: AtomicBool,
     pub(crate) reports: Sender<Report>,
     wake: Sender<()>,
+    ask: Sender<()>,
     exits: Sender<&'static str>,
     /// Disconnected when the threads are to end.
     pub(crate) closed: Receiver<()>,
@@ -53,6 +54,7 @@ pub(crate) struct Shared {
 pub(crate) struct Ends {
     pub(crate) reports: Receiver<Report>,
     pub(crate) wake: Receiver<()>,
+    pub(crate) ask: Receiver<()>,
     pub(crate) exits: Receiver<&'static str>,
     pub(crate) close: Sender<()>,
 }
@@ -65,6 +67,7 @@ impl Shared {
     ) -> (Arc<Self>, Ends) {
         let (reports, report_end) = crossbeam_channel::unbounded();
         let (wake, wake_end) = crossbeam_channel::bounded(1);
+        let (ask, ask_end) = crossbeam_channel::bounded(1);
         let (exits, exit_end) = crossbeam_channel::unbounded();
         let (close, closed) = crossbeam_channel::bounded(0);
         let lanes = builder
@@ -87,6 +90,7 @@ impl Shared {
             renewing: AtomicBool::new(true),
             reports,
             wake,
+            ask,
             exits,
             closed,
         };
@@ -95,6 +99,7 @@ impl Shared {
             Ends {
                 reports: report_end,
                 wake: wake_end,
+                ask: ask_end,
                 exits: exit_end,
                 close,
             },
@@ -107,9 +112,13 @@ impl Shared {
 
     /// Makes the claimer look again. One nudge that waits is as good as many.
     pub(crate) fn nudge(&self) {
-        match self.wake.try_send(()) {
-            Ok(()) | Err(TrySendError::Full(()) | TrySendError::Disconnected(())) => {}
-        }
+        knock(&self.wake);
+    }
+
+    /// Makes maintenance look for more unknown outcomes to ask about: there are
+    /// reconcilers free again.
+    pub(crate) fn ask_more(&self) {
+        knock(&self.ask);
     }
 
     /// Hands a row to the settler without a call, or with its call over.
@@ -180,6 +189,12 @@ impl Shared {
             tracing::error!(thread = name, "a thread could not be started");
         }
         spawned.is_ok()
+    }
+}
+
+fn knock(door: &Sender<()>) {
+    match door.try_send(()) {
+        Ok(()) | Err(TrySendError::Full(()) | TrySendError::Disconnected(())) => {}
     }
 }
 

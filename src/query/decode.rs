@@ -37,7 +37,7 @@ impl ToSql<Text, Pg> for StatusText {
 /// A column's value, or the knowledge that it cannot be read. Diesel would fail
 /// the whole result for one such value.
 #[derive(Debug, FromSqlRow)]
-pub(crate) struct Kept<T>(Option<T>);
+pub(crate) struct Kept<T>(pub(crate) Option<T>);
 
 impl<T, ST> FromSql<ST, Pg> for Kept<T>
 where

@@ -323,6 +323,16 @@ fn give_back(
     Ok(given)
 }
 
+/// How a row stands that a statement passed over.
+#[derive(Debug, Queryable)]
+struct Found {
+    outbox_id: Uuid,
+    status: Kept<StatusText>,
+    seq: Option<i64>,
+    worker: Option<String>,
+    attempt: i32,
+}
+
 /// Why a statement passed over these rows, by their `claim_seq`. An answer to a
 /// row that has become unknown meanwhile is written here.
 fn explain(
@@ -333,38 +343,32 @@ fn explain(
     if open.is_empty() {
         return Ok(HashMap::new());
     }
-    type Found = (Uuid, Kept<StatusText>, Option<i64>, Option<String>, i32);
     let ids: Vec<Uuid> = open.iter().map(|s| s.fence.outbox_id).collect();
-    let found: HashMap<Uuid, (Option<OutboxStatus>, Option<i64>, Option<String>, i32)> =
-        tf_outbox::table
-            .filter(tf_outbox::outbox_id.eq_any(ids))
-            .select((
-                tf_outbox::outbox_id,
-                tf_outbox::status,
-                tf_outbox::claim_seq,
-                tf_outbox::claim_worker_id,
-                tf_outbox::attempt_count,
-            ))
-            .load::<Found>(conn)
-            .or_store_error(Phase::Statement)?
-            .into_iter()
-            .map(|(id, status, seq, worker, attempt)| {
-                (
-                    id,
-                    (
-                        status.read("status").ok().map(|s| s.0),
-                        seq,
-                        worker,
-                        attempt,
-                    ),
-                )
-            })
-            .collect();
+    let found: HashMap<Uuid, Found> = tf_outbox::table
+        .filter(tf_outbox::outbox_id.eq_any(ids))
+        .select((
+            tf_outbox::outbox_id,
+            tf_outbox::status,
+            tf_outbox::claim_seq,
+            tf_outbox::claim_worker_id,
+            tf_outbox::attempt_count,
+        ))
+        .load::<Found>(conn)
+        .or_store_error(Phase::Statement)?
+        .into_iter()
+        .map(|row| (row.outbox_id, row))
+        .collect();
     let mut verdicts = HashMap::with_capacity(open.len());
     for settlement in open {
         let fence = settlement.fence;
         let verdict = match found.get(&fence.outbox_id) {
-            Some((Some(status), Some(seq), worker, attempt)) if *seq == fence.seq => match status {
+            Some(Found {
+                status: Kept(Some(StatusText(status))),
+                seq: Some(seq),
+                worker,
+                attempt,
+                ..
+            }) if *seq == fence.seq => match status {
                 OutboxStatus::Dispatching if worker.as_deref() == Some(worker_id) => {
                     Verdict::Locked
                 }
