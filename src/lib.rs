@@ -5,6 +5,8 @@ mod dispatcher;
 mod entry;
 mod error;
 mod id;
+#[cfg(feature = "migrations")]
+pub mod migrations;
 mod postgres;
 pub mod query;
 mod record;

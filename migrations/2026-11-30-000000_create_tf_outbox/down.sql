@@ -12,6 +12,11 @@ DECLARE
     ours   boolean := coalesce(obj_description(to_regclass('tf_outbox'), 'pg_class') LIKE '%Made by diesel-outbox.', false);
     shared boolean := false;
 BEGIN
+    IF to_regclass('tf_outbox') IS NULL THEN
+        DROP SEQUENCE IF EXISTS tf_outbox_claim_seq;
+        RETURN;
+    END IF;
+
     IF to_regclass('_sqlx_migrations') IS NOT NULL THEN
         EXECUTE 'SELECT EXISTS (SELECT FROM _sqlx_migrations WHERE version = 20260101000000)' INTO shared;
     END IF;
@@ -41,5 +46,9 @@ BEGIN
     );
     CREATE INDEX tf_outbox_due ON tf_outbox (created_at, outbox_id) WHERE status = 'pending';
     DROP SEQUENCE tf_outbox_claim_seq;
+    -- From here on the table is theirs, also for a later `up` and `down`.
+    IF ours THEN
+        COMMENT ON TABLE tf_outbox IS NULL;
+    END IF;
 END
 $$;

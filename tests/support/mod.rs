@@ -5,6 +5,7 @@
 #![allow(dead_code, unreachable_pub)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
+pub mod catalog;
 pub mod db;
 pub mod process;
 pub mod server;
