@@ -16,6 +16,8 @@ use crate::error::StoreError;
 pub(crate) struct Look {
     /// There may be more than was claimed, and room for it.
     pub(crate) more: bool,
+    /// There may be more, whether or not there is room for it.
+    pub(crate) full: bool,
     /// When the next row falls due that is not due yet.
     next_due: Option<Duration>,
 }
@@ -53,6 +55,7 @@ pub(crate) fn run(shared: &Arc<Shared>, wake: &Receiver<()>) {
 pub(crate) fn look(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<Look, StoreError> {
     let mut found = Look {
         more: false,
+        full: false,
         next_due: None,
     };
     // Without leases that last, a claim is an unknown outcome in the making.
@@ -62,6 +65,7 @@ pub(crate) fn look(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<Lo
     for (index, lane) in shared.lanes.iter().enumerate() {
         let free = lane.free(shared.batch);
         if free == 0 || shared.is_stopping() {
+            found.full = true;
             continue;
         }
         let lease_until = Instant::now() + shared.lease;
@@ -81,6 +85,7 @@ pub(crate) fn look(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<Lo
             );
         }
         if claimed.found() == free {
+            found.full = true;
             found.more |= lane.free(shared.batch) > claimed.rows.len();
         } else if let Some(due) = session.next_due(&lane.destination.name)? {
             found.next_due = Some(found.next_due.map_or(due, |next| next.min(due)));

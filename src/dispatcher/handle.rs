@@ -1,6 +1,5 @@
 //! A running dispatcher, and how it stops.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,15 +16,6 @@ use crate::error::code;
 const DROP_DEADLINE: Duration = Duration::from_secs(5);
 /// What settling and ending may take beyond the deadline of a stop.
 const GRACE: Duration = Duration::from_millis(900);
-/// The threads that every dispatcher has.
-const ROLES: [&str; 6] = [
-    "claimer",
-    "settler",
-    "keeper",
-    "maintenance",
-    "listener",
-    "watchdog",
-];
 
 /// What a stop left.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -56,30 +46,48 @@ pub struct DispatcherHandle {
 struct StopEnds {
     close: Sender<()>,
     exits: Receiver<&'static str>,
+    /// The threads that are waited for.
+    roles: Vec<&'static str>,
 }
 
 impl DispatcherHandle {
+    /// All threads.
     pub(crate) fn start(shared: Arc<Shared>, ends: Ends) -> Self {
-        let Ends {
-            reports,
-            wake,
-            ask,
-            exits,
-            close,
-        } = ends;
-        shared.spawn("settler", move |shared| settler::run(&shared, &reports));
-        shared.spawn("keeper", |shared| lease::keep(&shared));
-        shared.spawn("watchdog", |shared| worker::watch(&shared));
-        shared.spawn("maintenance", move |shared| maintenance::run(&shared, &ask));
-        shared.spawn("listener", |shared| {
+        let Ends { wake, ask, .. } = ends.clone();
+        let mut handle = Self::start_settling(shared, ends);
+        handle.spawn("maintenance", move |shared| maintenance::run(&shared, &ask));
+        handle.spawn("listener", |shared| {
             let backend = Arc::clone(&shared.backend);
             backend.listen(&shared.closed, &|| shared.nudge());
         });
-        shared.spawn("claimer", move |shared| claimer::run(&shared, &wake));
-        Self {
+        handle.spawn("claimer", move |shared| claimer::run(&shared, &wake));
+        handle
+    }
+
+    /// Only the threads that see claimed rows through.
+    pub(crate) fn start_settling(shared: Arc<Shared>, ends: Ends) -> Self {
+        let reports = ends.reports;
+        let mut handle = Self {
             shared,
-            stop: Mutex::new(Some(StopEnds { close, exits })),
+            stop: Mutex::new(Some(StopEnds {
+                close: ends.close,
+                exits: ends.exits,
+                roles: Vec::new(),
+            })),
             report: Mutex::default(),
+        };
+        handle.spawn("settler", move |shared| settler::run(&shared, &reports));
+        handle.spawn("keeper", |shared| lease::keep(&shared));
+        handle.spawn("watchdog", |shared| worker::watch(&shared));
+        handle
+    }
+
+    fn spawn(&mut self, role: &'static str, body: impl FnOnce(Arc<Shared>) + Send + 'static) {
+        let stop = self.stop.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if self.shared.spawn(role, body)
+            && let Some(ends) = stop
+        {
+            ends.roles.push(role);
         }
     }
 
@@ -132,7 +140,7 @@ fn stop_within(shared: &Arc<Shared>, ends: StopEnds, deadline: Duration) -> Stop
     }
     let unsettled = shared.flights.len();
     drop(ends.close);
-    let blocked = wait_for_exits(&ends.exits, until + GRACE);
+    let blocked = wait_for_exits(&ends.exits, ends.roles, until + GRACE);
     let after = shared.counters.read();
     let settled = |s: &Stats| s.completed + s.retried + s.failed + s.unknown;
     StopReport {
@@ -147,18 +155,17 @@ fn stop_within(shared: &Arc<Shared>, ends: StopEnds, deadline: Duration) -> Stop
 
 /// Which of our own threads have not ended by `until`. Workers are not waited
 /// for: those that are idle end at once, the others hang in calls.
-fn wait_for_exits(exits: &Receiver<&'static str>, until: Instant) -> Vec<&'static str> {
-    let mut left: HashMap<&str, &'static str> = ROLES.iter().map(|role| (*role, *role)).collect();
+fn wait_for_exits(
+    exits: &Receiver<&'static str>,
+    mut left: Vec<&'static str>,
+    until: Instant,
+) -> Vec<&'static str> {
     while !left.is_empty() {
         match exits.recv_deadline(until) {
-            Ok(role) => {
-                left.remove(role);
-            }
+            Ok(ended) => left.retain(|role| *role != ended),
             Err(_) => break,
         }
     }
-    let mut left: Vec<&'static str> = left.into_values().collect();
-    left.sort_unstable();
     if !left.is_empty() {
         tracing::warn!(threads = ?left, "threads of the outbox dispatcher did not end in time");
     }

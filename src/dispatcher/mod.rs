@@ -19,7 +19,7 @@
 //! | `settler` | writes outcomes |
 //! | `lease` | renews claims |
 //! | `maintenance`, `reconcile` | lapsed claims and unknown outcomes |
-//! | `handle` | start and stop |
+//! | `handle`, `sweep` | start and stop; one sweep |
 //! | `lane`, `flight`, `shared`, `stats` | what the threads share |
 
 pub(crate) mod backend;
@@ -35,6 +35,7 @@ mod reconcile;
 mod settler;
 mod shared;
 mod stats;
+mod sweep;
 mod worker;
 
 use std::fmt;
@@ -45,6 +46,7 @@ pub use destination::Destination;
 pub use handle::{DispatcherHandle, StopReport};
 pub use stats::Stats;
 
+use crate::error::StoreError;
 use crate::postgres::PgBackend;
 use crate::query::WORKER_PREFIX;
 use shared::Shared;
@@ -87,6 +89,22 @@ impl Dispatcher {
     fn shared(&self) -> (Arc<Shared>, shared::Ends) {
         let backend = Arc::new(PgBackend::new(&self.builder.url));
         Shared::new(&self.builder, worker_id(), backend)
+    }
+
+    /// One sweep, for cron jobs and tests: lapsed claims and unknown outcomes are
+    /// looked for, every row that is due is claimed and sent, and the call
+    /// returns when all of them are settled. Rows that fall due meanwhile are
+    /// sent too; rows that are put back with a delay are not waited for.
+    ///
+    /// Calls run on worker threads, as in a started dispatcher, so that
+    /// `send_timeout` holds.
+    ///
+    /// # Errors
+    /// [`StoreError`] when a look could not be made. What had been claimed is
+    /// settled all the same.
+    pub fn run_once(&mut self) -> Result<Stats, StoreError> {
+        let (shared, ends) = self.shared();
+        sweep::run(shared, ends)
     }
 
     /// Starts the threads. Connects in the background: a server that is down is

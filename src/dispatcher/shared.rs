@@ -51,6 +51,7 @@ pub(crate) struct Shared {
 }
 
 /// The ends of channels that are not shared.
+#[derive(Clone)]
 pub(crate) struct Ends {
     pub(crate) reports: Receiver<Report>,
     pub(crate) wake: Receiver<()>,
