@@ -6,11 +6,14 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::sql_query;
 
 use support::db::{TestDb, with_database};
+use support::logs::Logs;
 use support::process::{self, Child};
+use support::proxy::Proxy;
 use support::server::{Server, StopMode};
 use support::wait::eventually;
 
@@ -146,4 +149,66 @@ fn a_database_is_named_in_either_form_of_a_connection_string() {
     ] {
         assert_eq!(with_database(given, "b"), expected);
     }
+}
+
+/// A database behind a proxy, and the connection through it.
+fn behind_a_proxy() -> (Server, TestDb, Proxy, PgConnection) {
+    let server = Server::start();
+    let db = TestDb::empty_on(&server);
+    db.execute("CREATE TABLE kept (x int)");
+    let proxy = Proxy::to(server.port());
+    let conn = PgConnection::establish(&proxy.url(db.url())).unwrap();
+    (server, db, proxy, conn)
+}
+
+#[test]
+fn the_answer_to_a_commit_is_cut_and_the_commit_has_happened() {
+    let (_server, db, proxy, mut conn) = behind_a_proxy();
+    proxy.cut_answer_to("COMMIT");
+    let result = conn.transaction::<(), diesel::result::Error, _>(|conn| {
+        sql_query("INSERT INTO kept VALUES (1)").execute(conn)?;
+        Ok(())
+    });
+    assert!(result.is_err());
+    assert_eq!(proxy.fired(), 1);
+    let kept = sql_query("SELECT FROM kept").execute(&mut db.connect());
+    assert_eq!(kept, Ok(1));
+}
+
+#[test]
+fn a_network_that_refuses_swallows_and_cuts() {
+    let (_server, db, proxy, mut conn) = behind_a_proxy();
+    let url = proxy.url(db.url());
+
+    proxy.blackhole();
+    let waiting = std::thread::spawn(move || conn.batch_execute("SELECT 1"));
+    eventually(SOON, "a swallowed request", || {
+        (proxy.fired() > 0).then_some(())
+    });
+    assert!(!waiting.is_finished());
+    assert_eq!(proxy.cut(), 1);
+    assert!(waiting.join().unwrap().is_err());
+
+    proxy.refuse();
+    let before = proxy.fired();
+    assert!(PgConnection::establish(&url).is_err());
+    assert!(proxy.fired() > before);
+
+    proxy.heal();
+    assert!(PgConnection::establish(&url).is_ok());
+}
+
+#[test]
+fn lines_of_every_thread_are_captured_with_their_fields() {
+    let logs = Logs::capture();
+    std::thread::spawn(|| tracing::warn!(target: "diesel_outbox::x", key = "CANARY", "lost"))
+        .join()
+        .unwrap();
+    tracing::warn!(target: "elsewhere", "not ours");
+    let ours = logs.our_warnings();
+    assert_eq!(ours.len(), 1);
+    assert_eq!(logs.busiest_second(), 1);
+    assert!(ours[0].text.contains("CANARY"));
+    assert!(std::panic::catch_unwind(|| logs.assert_without("CANARY")).is_err());
+    logs.assert_without("another canary");
 }

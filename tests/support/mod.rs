@@ -7,6 +7,8 @@
 
 pub mod catalog;
 pub mod db;
+pub mod logs;
 pub mod process;
+pub mod proxy;
 pub mod server;
 pub mod wait;
