@@ -108,6 +108,8 @@ pub mod schema;
 mod sender;
 mod status;
 mod store;
+#[cfg(feature = "turnframe")]
+pub mod turnframe;
 
 pub use backoff::Backoff;
 pub use dispatcher::{
