@@ -92,6 +92,8 @@
 //! then: its sweep may put back a row of ours if its cut-off is shorter than our
 //! renewals, it settles by id without a fence, and it ignores destinations.
 
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
+
 mod backoff;
 mod dispatcher;
 mod entry;

@@ -23,8 +23,6 @@ mod dispatch;
 mod fault;
 mod orders;
 mod receiver;
-#[allow(dead_code, unreachable_pub, missing_docs)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 #[path = "../../tests/support/server/mod.rs"]
 mod server;
 mod service;
