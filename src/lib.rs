@@ -92,6 +92,8 @@
 //! then: its sweep may put back a row of ours if its cut-off is shorter than our
 //! renewals, it settles by id without a fence, and it ignores destinations.
 
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
+
 mod backoff;
 mod dispatcher;
 mod entry;
@@ -108,6 +110,8 @@ pub mod schema;
 mod sender;
 mod status;
 mod store;
+#[cfg(feature = "turnframe")]
+pub mod turnframe;
 
 pub use backoff::Backoff;
 pub use dispatcher::{

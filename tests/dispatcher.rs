@@ -1,0 +1,805 @@
+//! The dispatcher in one process: what becomes of a row, whatever its sender
+//! does.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod support;
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use chrono::{TimeDelta, Utc};
+use crossbeam_channel::{Receiver, Sender, unbounded};
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use diesel::sql_types::Text;
+use diesel_outbox::schema::tf_outbox;
+use diesel_outbox::{
+    Backoff, Destination, Dispatched, Dispatcher, DispatcherBuilder, OutboxEntry, OutboxId,
+    OutboxReader, OutboxRecord, OutboxStatus, PgOutbox, Reconciled, StoreError, claim_due, code,
+    enqueue, enqueue_all, get, mark_outcome_unknown,
+};
+use serde_json::json;
+use support::db::TestDb;
+use support::wait::{eventually, stretched};
+
+const SOON: Duration = Duration::from_secs(10);
+
+fn ms(n: u64) -> Duration {
+    Duration::from_millis(n)
+}
+
+/// As the cases have it: base delay 100 ms, no jitter.
+fn idempotent(
+    name: &str,
+    sender: impl Fn(&OutboxEntry) -> Dispatched + Send + Sync + 'static,
+) -> Destination {
+    Destination::idempotent(name, sender)
+        .with_backoff(Backoff::exponential(ms(100), Duration::from_secs(3600)).with_jitter(0.0))
+}
+
+fn dispatcher(db: &TestDb, destination: Destination) -> DispatcherBuilder {
+    Dispatcher::builder(db.url())
+        .destination(destination)
+        .with_maintenance_interval(ms(200))
+}
+
+fn rows(n: usize) -> Vec<OutboxEntry> {
+    (1..=n)
+        .map(|i| OutboxEntry::new("a", format!("k{i}"), &json!({ "i": i })).unwrap())
+        .collect()
+}
+
+fn enqueued(db: &TestDb, n: usize) -> Vec<OutboxId> {
+    let rows = rows(n);
+    enqueue_all(&mut db.connect(), &rows).unwrap();
+    rows.iter().map(|row| row.outbox_id).collect()
+}
+
+fn i_of(entry: &OutboxEntry) -> u64 {
+    entry.payload["i"].as_u64().unwrap()
+}
+
+fn until_status(conn: &mut PgConnection, id: OutboxId, status: OutboxStatus) -> OutboxRecord {
+    eventually(SOON, status.as_str(), || {
+        get(conn, id)
+            .ok()
+            .filter(|record| record.entry.status == status)
+    })
+}
+
+fn with_status(conn: &mut PgConnection, status: &str) -> i64 {
+    tf_outbox::table
+        .filter(tf_outbox::status.eq(status))
+        .count()
+        .get_result(conn)
+        .unwrap()
+}
+
+/// Every column of a row and its version, as the server prints them.
+fn whole_row(conn: &mut PgConnection, id: OutboxId) -> String {
+    #[derive(QueryableByName)]
+    struct Row {
+        #[diesel(sql_type = Text)]
+        text: String,
+    }
+    diesel::sql_query(
+        "SELECT t::text || ' ' || t.xmin::text AS text FROM tf_outbox t WHERE outbox_id = $1",
+    )
+    .bind::<diesel::sql_types::Uuid, _>(id.0)
+    .get_result::<Row>(conn)
+    .unwrap()
+    .text
+}
+
+/// A sender that waits at a gate, and says when it is there.
+fn gated() -> (
+    impl Fn(&OutboxEntry) -> Dispatched + Send + Sync + 'static,
+    Receiver<u64>,
+    Sender<Dispatched>,
+) {
+    let (arrived, arrivals) = unbounded();
+    let (answer, answers) = unbounded::<Dispatched>();
+    let send = move |entry: &OutboxEntry| {
+        // The test may be over.
+        let _ = arrived.send(i_of(entry));
+        answers.recv().unwrap_or_else(|_| Dispatched::unknown())
+    };
+    (send, arrivals, answer)
+}
+
+// C8
+#[test]
+fn the_claim_is_committed_before_the_send() {
+    let db = TestDb::new();
+    let (seen, found) = unbounded();
+    let url = db.url().to_owned();
+    let running = dispatcher(
+        &db,
+        idempotent("a", move |entry| {
+            let mut conn = PgConnection::establish(&url).unwrap();
+            seen.send(get(&mut conn, entry.outbox_id).unwrap()).unwrap();
+            Dispatched::completed()
+        }),
+    )
+    .start()
+    .unwrap();
+    enqueued(&db, 1);
+    let record = found.recv_timeout(SOON).unwrap();
+    assert_eq!(record.entry.status, OutboxStatus::Dispatching);
+    assert_eq!(record.entry.attempt_count, 1);
+    assert_eq!(record.claim.unwrap().worker_id, running.worker_id());
+}
+
+#[test]
+fn ten_dispatchers_send_each_row_once() {
+    let db = TestDb::new();
+    let sent: Arc<Mutex<HashMap<OutboxId, usize>>> = Arc::default();
+    let ids = enqueued(&db, 5_000);
+    let running: Vec<_> = (0..10)
+        .map(|_| {
+            let sent = Arc::clone(&sent);
+            let send = move |entry: &OutboxEntry| {
+                *sent.lock().unwrap().entry(entry.outbox_id).or_default() += 1;
+                Dispatched::completed()
+            };
+            dispatcher(&db, idempotent("a", send))
+                .with_batch(50)
+                .start()
+                .unwrap()
+        })
+        .collect();
+    let mut conn = db.connect();
+    eventually(Duration::from_secs(60), "all completed", || {
+        (with_status(&mut conn, "completed") == 5_000).then_some(())
+    });
+    let sent = sent.lock().unwrap();
+    assert_eq!(sent.len(), ids.len());
+    assert!(sent.values().all(|n| *n == 1));
+    assert!(running.iter().filter(|d| d.stats().claimed > 0).count() > 1);
+}
+
+// C9
+#[test]
+fn a_row_that_cannot_be_read_does_not_stop_the_others() {
+    let db = TestDb::new();
+    let ids = enqueued(&db, 3);
+    db.execute(&format!(
+        "UPDATE tf_outbox SET next_attempt_at = '-infinity' WHERE outbox_id = '{}'",
+        ids[0]
+    ));
+    let running = dispatcher(&db, idempotent("a", |_| Dispatched::completed()))
+        .start()
+        .unwrap();
+    let mut conn = db.connect();
+    for id in &ids[1..] {
+        let record = until_status(&mut conn, *id, OutboxStatus::Completed);
+        assert_eq!(record.entry.attempt_count, 1);
+    }
+    let corrupt = StoreError::Corrupt {
+        field: Some("next_attempt_at"),
+    };
+    assert_eq!(get(&mut conn, ids[0]), Err(corrupt));
+    let (status, reason): (String, Option<String>) = tf_outbox::table
+        .find(ids[0].0)
+        .select((tf_outbox::status, tf_outbox::last_failure))
+        .get_result(&mut conn)
+        .unwrap();
+    assert_eq!(
+        (status.as_str(), reason.as_deref()),
+        ("failed", Some(code::CORRUPT_ROW))
+    );
+    assert_eq!(running.stats().begun, 2);
+}
+
+// N4
+#[test]
+fn a_row_of_unknown_status_or_destination_is_left_alone() {
+    let db = TestDb::new();
+    let ids = enqueued(&db, 2);
+    let mut conn = db.connect();
+    db.execute(&format!(
+        "UPDATE tf_outbox SET status = 'weird' WHERE outbox_id = '{}'",
+        ids[0]
+    ));
+    let foreign = OutboxEntry::new("nobody", "k", &()).unwrap();
+    enqueue(&mut conn, &foreign).unwrap();
+    let both = || [ids[0], foreign.outbox_id].map(|id| whole_row(&mut db.connect(), id));
+    let before = both();
+    let running = dispatcher(&db, idempotent("a", |_| Dispatched::completed()))
+        .start()
+        .unwrap();
+    until_status(&mut conn, ids[1], OutboxStatus::Completed);
+    running.stop(SOON);
+    assert_eq!(running.stats().begun, 1);
+    assert_eq!(both(), before);
+}
+
+// S2, L6
+#[test]
+fn a_settlement_changes_nothing_once_the_claim_is_over() {
+    let db = TestDb::new();
+    let (send, arrivals, answer) = gated();
+    let running = dispatcher(&db, idempotent("a", send).with_concurrency(2))
+        .start()
+        .unwrap();
+    let ids = enqueued(&db, 2);
+    for _ in 0..2 {
+        arrivals.recv_timeout(SOON).unwrap();
+    }
+    let mut conn = db.connect();
+    db.execute(&format!(
+        "UPDATE tf_outbox SET status = 'failed', completed_at = now(),
+                claim_worker_id = NULL, claim_taken_at = NULL WHERE outbox_id = '{}';
+         UPDATE tf_outbox SET status = 'pending', next_attempt_at = now() + interval '1 hour',
+                claim_worker_id = NULL, claim_taken_at = NULL WHERE outbox_id = '{}'",
+        ids[0], ids[1]
+    ));
+    let before: Vec<_> = ids.iter().map(|id| whole_row(&mut conn, *id)).collect();
+    for _ in 0..2 {
+        answer.send(Dispatched::completed()).unwrap();
+    }
+    eventually(SOON, "two lost claims", || {
+        (running.stats().lost_claims == 2).then_some(())
+    });
+    let after: Vec<_> = ids.iter().map(|id| whole_row(&mut conn, *id)).collect();
+    assert_eq!(after, before);
+}
+
+// S9
+#[test]
+fn a_panicking_sender_stops_nobody_and_leaves_no_trace_of_its_message() {
+    let db = TestDb::new();
+    let send = |entry: &OutboxEntry| {
+        assert!(i_of(entry) != 1 || entry.attempt_count > 1, "4111-SECRET");
+        Dispatched::completed()
+    };
+    let running = dispatcher(&db, idempotent("a", send).with_concurrency(2))
+        .start()
+        .unwrap();
+    let ids = enqueued(&db, 20);
+    let mut conn = db.connect();
+    for id in &ids {
+        until_status(&mut conn, *id, OutboxStatus::Completed);
+    }
+    let more: Vec<_> = (21..=40)
+        .map(|i| OutboxEntry::new("a", format!("k{i}"), &json!({ "i": i })).unwrap())
+        .collect();
+    enqueue_all(&mut conn, &more).unwrap();
+    for entry in &more {
+        until_status(&mut conn, entry.outbox_id, OutboxStatus::Completed);
+    }
+    assert_eq!(running.stats().panics, 1);
+    let record = get(&mut conn, ids[0]).unwrap();
+    assert_eq!(record.last_failure.as_deref(), Some(code::SENDER_PANICKED));
+    assert_eq!(record.entry.attempt_count, 2);
+    assert!(!whole_row(&mut conn, ids[0]).contains("SECRET"));
+}
+
+// K5
+#[test]
+fn spent_attempts_fail_the_row_with_the_senders_own_code() {
+    let db = TestDb::new();
+    let send = |_: &OutboxEntry| Dispatched::retryable("x.down");
+    let running = dispatcher(&db, idempotent("a", send).with_max_attempts(3))
+        .start()
+        .unwrap();
+    let ids = enqueued(&db, 1);
+    let record = until_status(&mut db.connect(), ids[0], OutboxStatus::Failed);
+    assert_eq!(record.entry.attempt_count, 3);
+    assert_eq!(record.last_failure.as_deref(), Some("x.down"));
+    assert!(record.entry.completed_at.is_some() && record.claim.is_none());
+    assert_eq!(running.stats().begun, 3);
+}
+
+#[test]
+fn a_pending_row_whose_attempts_are_spent_fails_without_a_call() {
+    let db = TestDb::new();
+    let mut conn = db.connect();
+    let mut batch = rows(2);
+    batch[0].attempt_count = 3;
+    batch[1].attempt_count = i32::MAX as u32;
+    enqueue_all(&mut conn, &batch).unwrap();
+    let send = |_: &OutboxEntry| Dispatched::completed();
+    let running = dispatcher(&db, idempotent("a", send).with_max_attempts(3))
+        .start()
+        .unwrap();
+    for entry in &batch {
+        let record = until_status(&mut conn, entry.outbox_id, OutboxStatus::Failed);
+        assert_eq!(
+            record.last_failure.as_deref(),
+            Some(code::ATTEMPTS_EXHAUSTED)
+        );
+    }
+    let first = get(&mut conn, batch[0].outbox_id).unwrap();
+    assert_eq!(first.entry.attempt_count, 3);
+    assert_eq!(running.stats().begun, 0);
+}
+
+// X3
+#[test]
+fn what_a_sender_says_can_always_be_stored() {
+    let db = TestDb::new();
+    let card = format!("card 4111111111111111 {}", "x".repeat(10_000));
+    let completed = |remote_ref: String| Dispatched::Completed {
+        remote_ref: Some(remote_ref),
+    };
+    let send = move |entry: &OutboxEntry| match i_of(entry) {
+        1 => Dispatched::permanent(card.clone()),
+        2 => Dispatched::retryable(card.clone()),
+        3 => completed("a\0b".into()),
+        4 => completed("x".repeat(1_025)),
+        _ => Dispatched::Unknown {
+            remote_ref: Some("x".repeat(1_024)),
+        },
+    };
+    let slow = Backoff::exponential(Duration::from_secs(60), Duration::from_secs(60));
+    let running = dispatcher(
+        &db,
+        Destination::manual("a", send).with_backoff(slow.with_jitter(0.0)),
+    )
+    .start()
+    .unwrap();
+    let ids = enqueued(&db, 5);
+    let mut conn = db.connect();
+    eventually(SOON, "the retry", || {
+        (running.stats().retried == 1).then_some(())
+    });
+    let expected = [
+        (OutboxStatus::Failed, Some(code::INVALID_CODE), 0),
+        (OutboxStatus::Pending, Some(code::INVALID_CODE), 0),
+        (OutboxStatus::Completed, None, 0),
+        (OutboxStatus::Completed, None, 0),
+        (OutboxStatus::OutcomeUnknown, None, 1_024),
+    ];
+    for (id, (status, reason, length)) in ids.iter().zip(expected) {
+        let record = until_status(&mut conn, *id, status);
+        assert_eq!(record.last_failure.as_deref(), reason);
+        assert_eq!(record.remote_ref.map_or(0, |text| text.len()), length);
+        assert!(!whole_row(&mut conn, *id).contains("4111"));
+    }
+}
+
+#[test]
+fn a_hanging_sender_is_left_behind_and_its_late_answer_is_used() {
+    let db = TestDb::new();
+    let (send, arrivals, answer) = gated();
+    let hanging = Destination::manual("a", send)
+        .with_send_timeout(ms(200))
+        .with_concurrency(1)
+        .with_max_abandoned(2);
+    let running = Dispatcher::builder(db.url())
+        .destination(hanging)
+        .destination(Destination::manual("b", |_: &OutboxEntry| {
+            Dispatched::completed()
+        }))
+        .start()
+        .unwrap();
+    let ids = enqueued(&db, 4);
+    let mut conn = db.connect();
+    for _ in 0..2 {
+        arrivals.recv_timeout(SOON).unwrap();
+    }
+    // Two hang: that is the cap, and nothing more is claimed.
+    eventually(SOON, "two abandoned", || {
+        (running.stats().abandoned == 2).then_some(())
+    });
+    eventually(SOON, "two unknown", || {
+        (with_status(&mut conn, "outcome_unknown") == 2).then_some(())
+    });
+    // The other destination flows, and is looked at after this one.
+    let other = OutboxEntry::new("b", "k", &()).unwrap();
+    enqueue(&mut conn, &other).unwrap();
+    until_status(&mut conn, other.outbox_id, OutboxStatus::Completed);
+    assert_eq!(running.stats().begun, 3);
+    assert_eq!(with_status(&mut conn, "pending"), 2);
+    let timed_out = ids
+        .iter()
+        .filter_map(|id| get(&mut conn, *id).unwrap().last_failure)
+        .collect::<Vec<_>>();
+    assert_eq!(timed_out, [code::SEND_TIMEOUT, code::SEND_TIMEOUT]);
+    // They come back: their answers count, and the destination goes on.
+    for _ in 0..4 {
+        answer.send(Dispatched::completed()).unwrap();
+    }
+    for id in ids {
+        until_status(&mut conn, id, OutboxStatus::Completed);
+    }
+    eventually(SOON, "two late answers", || {
+        (running.stats().late_answers == 2).then_some(())
+    });
+    assert_eq!(running.stats().abandoned, 0);
+}
+
+// S7
+#[test]
+fn an_unknown_outcome_of_a_manual_destination_is_not_touched() {
+    let db = TestDb::new();
+    let mut conn = db.connect();
+    let ids = enqueued(&db, 1);
+    claim_due(&mut conn, Utc::now(), 1, "w").unwrap();
+    mark_outcome_unknown(&mut conn, ids[0], None).unwrap();
+    let hour = TimeDelta::hours(1);
+    diesel::update(tf_outbox::table.find(ids[0].0))
+        .set(tf_outbox::next_attempt_at.eq(Utc::now() - hour))
+        .execute(&mut conn)
+        .unwrap();
+    let before = whole_row(&mut conn, ids[0]);
+    let running: Vec<_> = (0..2)
+        .map(|_| {
+            let send = |_: &OutboxEntry| Dispatched::completed();
+            dispatcher(&db, Destination::manual("a", send))
+                .with_lease(Duration::from_secs(1))
+                .start()
+                .unwrap()
+        })
+        .collect();
+    // A foreign claim that lapses shows that maintenance has been round, twice.
+    for round in 0..2 {
+        let other = OutboxEntry::new("a", format!("round-{round}"), &()).unwrap();
+        conn.transaction::<_, diesel::result::Error, _>(|conn| {
+            enqueue(conn, &other).unwrap();
+            diesel::update(tf_outbox::table.find(other.outbox_id.0))
+                .set((
+                    tf_outbox::status.eq("dispatching"),
+                    tf_outbox::claim_worker_id.eq("gone"),
+                    tf_outbox::claim_taken_at.eq(Utc::now() - hour),
+                ))
+                .execute(conn)
+        })
+        .unwrap();
+        let record = until_status(&mut conn, other.outbox_id, OutboxStatus::OutcomeUnknown);
+        assert_eq!(record.last_failure.as_deref(), Some(code::LAPSED));
+        assert_eq!(record.lapse_count, 1);
+    }
+    assert!(running.iter().all(|d| d.stats().begun == 0));
+    assert_eq!(whole_row(&mut conn, ids[0]), before);
+}
+
+#[test]
+fn an_effect_that_lands_after_the_client_gave_up_is_found_and_not_repeated() {
+    let db = TestDb::new();
+    let effects = Arc::new(AtomicUsize::new(0));
+    let early = Arc::new(AtomicBool::new(false));
+    let timeout = ms(3_000);
+    let landing = Arc::clone(&effects);
+    // The remote applies the effect two seconds after the client gave up.
+    let send = move |_: &OutboxEntry| {
+        let landing = Arc::clone(&landing);
+        std::thread::spawn(move || {
+            std::thread::sleep(ms(2_000));
+            landing.fetch_add(1, Ordering::SeqCst);
+        });
+        Dispatched::unknown()
+    };
+    let (asking, noting) = (Arc::clone(&effects), Arc::clone(&early));
+    let reconcile = move |record: &OutboxRecord| {
+        if record.unknown_for.unwrap() < timeout {
+            noting.store(true, Ordering::SeqCst);
+        }
+        match asking.load(Ordering::SeqCst) {
+            0 => Reconciled::Resend,
+            _ => Reconciled::Completed,
+        }
+    };
+    let destination = Destination::reconciled("a", send, reconcile).with_send_timeout(timeout);
+    let running = dispatcher(&db, destination).start().unwrap();
+    let ids = enqueued(&db, 1);
+    until_status(&mut db.connect(), ids[0], OutboxStatus::Completed);
+    assert_eq!(effects.load(Ordering::SeqCst), 1);
+    assert!(!early.load(Ordering::SeqCst));
+    eventually(SOON, "one answer", || {
+        (running.stats().reconciled == 1).then_some(())
+    });
+    assert_eq!(running.stats().probes, 1);
+}
+
+#[test]
+fn an_unresolved_outcome_is_asked_about_again_and_a_resend_calls_again() {
+    let db = TestDb::new();
+    let send = |entry: &OutboxEntry| match entry.attempt_count {
+        1 => Dispatched::unknown(),
+        _ => Dispatched::completed(),
+    };
+    let reconcile = |record: &OutboxRecord| match record.probe_count {
+        1 => panic!("a reconciler's panic is an unresolved outcome"),
+        2 => Reconciled::Unresolved,
+        _ => Reconciled::Resend,
+    };
+    let destination = Destination::reconciled("a", send, reconcile)
+        .with_settle_delay(Duration::ZERO)
+        .with_probe_backoff(Backoff::exponential(ms(10), ms(10)));
+    let running = dispatcher(&db, destination).start().unwrap();
+    let ids = enqueued(&db, 1);
+    let record = until_status(&mut db.connect(), ids[0], OutboxStatus::Completed);
+    assert_eq!((record.entry.attempt_count, record.probe_count), (2, 3));
+    assert_eq!((running.stats().resent, running.stats().panics), (1, 1));
+}
+
+#[test]
+fn an_unknown_row_whose_attempts_are_spent_is_parked_and_not_failed() {
+    let db = TestDb::new();
+    let send = |_: &OutboxEntry| Dispatched::unknown();
+    let running = dispatcher(&db, idempotent("a", send).with_max_attempts(2))
+        .start()
+        .unwrap();
+    let ids = enqueued(&db, 1);
+    let mut conn = db.connect();
+    let record = eventually(SOON, "parked", || {
+        get(&mut conn, ids[0])
+            .ok()
+            .filter(|r| r.last_failure.as_deref() == Some(code::ATTEMPTS_EXHAUSTED))
+    });
+    assert_eq!(record.entry.status, OutboxStatus::OutcomeUnknown);
+    assert_eq!(record.entry.attempt_count, 2);
+    assert_eq!(running.stats().begun, 2);
+}
+
+#[test]
+fn senders_that_exhaust_the_applications_pool_do_not_stop_settling() {
+    let db = TestDb::new();
+    let refused = Arc::new(AtomicUsize::new(0));
+    let counting = Arc::clone(&refused);
+    let pooled = diesel::r2d2::Pool::builder()
+        .max_size(1)
+        .connection_timeout(ms(200))
+        .build(diesel::r2d2::ConnectionManager::<PgConnection>::new(
+            db.url(),
+        ))
+        .unwrap();
+    let outbox = PgOutbox::from_pool(pooled.clone());
+    let taken = pooled.get().unwrap();
+    let send = move |entry: &OutboxEntry| {
+        if outbox.get(entry.outbox_id) == Err(StoreError::Unavailable) {
+            counting.fetch_add(1, Ordering::SeqCst);
+        }
+        Dispatched::completed()
+    };
+    let running = dispatcher(&db, idempotent("a", send)).start().unwrap();
+    let ids = enqueued(&db, 16);
+    let mut conn = db.connect();
+    for id in ids {
+        until_status(&mut conn, id, OutboxStatus::Completed);
+    }
+    assert_eq!(refused.load(Ordering::SeqCst), 16);
+    assert_eq!(running.stats().begun, 16);
+    drop(taken);
+}
+
+// W3
+#[test]
+fn a_commit_wakes_an_idle_dispatcher_and_a_rollback_does_not() {
+    let db = TestDb::new();
+    let (begun, begins) = unbounded();
+    let send = move |entry: &OutboxEntry| {
+        begun.send(i_of(entry)).unwrap();
+        Dispatched::completed()
+    };
+    let running = dispatcher(&db, idempotent("a", send))
+        .with_poll(Duration::from_secs(60))
+        .start()
+        .unwrap();
+    let mut conn = db.connect();
+    let batch = rows(3);
+    enqueue(&mut conn, &batch[0]).unwrap();
+    assert_eq!(begins.recv_timeout(SOON), Ok(1));
+    eventually(SOON, "settled", || {
+        (running.stats().completed == 1).then_some(())
+    });
+    conn.batch_execute("BEGIN").unwrap();
+    enqueue(&mut conn, &batch[1]).unwrap();
+    assert!(begins.recv_timeout(ms(500)).is_err());
+    conn.batch_execute("COMMIT").unwrap();
+    let second = begins.recv_timeout(stretched(Duration::from_secs(1)));
+    assert_eq!(second, Ok(2));
+    conn.batch_execute("BEGIN").unwrap();
+    enqueue(&mut conn, &batch[2]).unwrap();
+    conn.batch_execute("ROLLBACK").unwrap();
+    assert!(begins.recv_timeout(ms(500)).is_err());
+}
+
+// W1, in small
+#[test]
+fn a_cut_listener_listens_again() {
+    #[derive(QueryableByName)]
+    struct Pid {
+        #[diesel(sql_type = diesel::sql_types::Integer)]
+        pid: i32,
+    }
+    let db = TestDb::new();
+    let running = dispatcher(&db, idempotent("a", |_| Dispatched::completed()))
+        .with_poll(Duration::from_secs(60))
+        .start()
+        .unwrap();
+    let mut conn = db.connect();
+    let mut last = 0;
+    for round in 0..3 {
+        let pid = eventually(SOON, "a new listener", || {
+            let found = diesel::sql_query(
+                "SELECT pid FROM pg_stat_activity
+                 WHERE datname = current_database() AND query LIKE 'LISTEN%'
+                   AND application_name = 'diesel-outbox-listener'",
+            )
+            .load::<Pid>(&mut conn)
+            .unwrap();
+            (found.len() == 1 && found[0].pid != last).then(|| found[0].pid)
+        });
+        let entry = OutboxEntry::new("a", format!("{round}"), &json!({ "i": round })).unwrap();
+        enqueue(&mut conn, &entry).unwrap();
+        until_status(&mut conn, entry.outbox_id, OutboxStatus::Completed);
+        db.execute(&format!("SELECT pg_terminate_backend({pid})"));
+        last = pid;
+    }
+    assert_eq!(running.stats().completed, 3);
+}
+
+// D1
+#[test]
+fn a_stop_finishes_what_runs_and_hands_back_the_rest_untouched() {
+    let db = TestDb::new();
+    let (send, arrivals, answer) = gated();
+    let destination = idempotent("a", send).with_concurrency(2).with_prefetch(18);
+    let running = dispatcher(&db, destination).start().unwrap();
+    let ids = enqueued(&db, 20);
+    for _ in 0..2 {
+        arrivals.recv_timeout(SOON).unwrap();
+    }
+    eventually(SOON, "all claimed", || {
+        (running.stats().claimed == 20).then_some(())
+    });
+    let mut conn = db.connect();
+    let report = std::thread::scope(|scope| {
+        let stopping = scope.spawn(|| running.stop(SOON));
+        eventually(SOON, "18 handed back", || {
+            (with_status(&mut conn, "pending") == 18).then_some(())
+        });
+        for _ in 0..2 {
+            answer.send(Dispatched::completed()).unwrap();
+        }
+        stopping.join().unwrap()
+    });
+    assert_eq!((report.finished, report.handed_back), (2, 18));
+    assert_eq!(
+        (report.left_unknown, report.left_running, report.unsettled),
+        (0, 0, 0)
+    );
+    assert_eq!(report.blocked, Vec::<&str>::new());
+    assert_eq!(running.stats().begun, 2);
+    assert_eq!(with_status(&mut conn, "completed"), 2);
+    for id in ids {
+        let record = get(&mut conn, id).unwrap();
+        if record.entry.status == OutboxStatus::Pending {
+            assert_eq!((record.entry.attempt_count, record.claim), (0, None));
+        }
+    }
+    assert_eq!(running.stop(Duration::ZERO), report);
+}
+
+#[test]
+fn a_stop_leaves_a_hung_call_as_unknown_and_returns_in_time() {
+    let db = TestDb::new();
+    let (send, arrivals, _answer) = gated();
+    let running = dispatcher(&db, Destination::manual("a", send))
+        .start()
+        .unwrap();
+    let ids = enqueued(&db, 1);
+    arrivals.recv_timeout(SOON).unwrap();
+    let asked = Instant::now();
+    let report = running.stop(ms(300));
+    assert!(asked.elapsed() < ms(300) + stretched(Duration::from_secs(1)));
+    assert_eq!((report.left_unknown, report.left_running), (1, 1));
+    let record = get(&mut db.connect(), ids[0]).unwrap();
+    assert_eq!(record.entry.status, OutboxStatus::OutcomeUnknown);
+    assert_eq!(record.last_failure.as_deref(), Some(code::STOPPED));
+}
+
+#[test]
+fn one_sweep_settles_what_is_due_and_ends() {
+    let db = TestDb::new();
+    let mut conn = db.connect();
+    let mut batch = rows(30);
+    batch[29].next_attempt_at = Some(Utc::now() + TimeDelta::hours(1));
+    enqueue_all(&mut conn, &batch).unwrap();
+    let destination = idempotent("a", |_| Dispatched::completed()).with_prefetch(0);
+    let mut sweeper = dispatcher(&db, destination).build().unwrap();
+    let stats = sweeper.run_once().unwrap();
+    assert_eq!((stats.completed, stats.begun), (29, 29));
+    assert_eq!(with_status(&mut conn, "completed"), 29);
+    assert_eq!(sweeper.run_once().unwrap().begun, 0);
+}
+
+// L3 and L4, in small
+#[test]
+fn old_foreign_claims_lapse_and_live_ones_are_left_alone() {
+    let db = TestDb::new();
+    let mut conn = db.connect();
+    let old = enqueued(&db, 500);
+    claim_due(&mut conn, Utc::now(), 500, "gone").unwrap();
+    diesel::update(tf_outbox::table)
+        .set(tf_outbox::claim_taken_at.eq(Utc::now() - TimeDelta::days(1)))
+        .execute(&mut conn)
+        .unwrap();
+    let live = OutboxEntry::new("a", "live", &json!({ "i": 0 })).unwrap();
+    enqueue(&mut conn, &live).unwrap();
+    claim_due(&mut conn, Utc::now(), 1, "alive").unwrap();
+    let before = whole_row(&mut conn, live.outbox_id);
+    let running = dispatcher(&db, idempotent("a", |_| Dispatched::completed()))
+        .with_lease(Duration::from_secs(1))
+        .start()
+        .unwrap();
+    eventually(Duration::from_secs(30), "all completed", || {
+        (with_status(&mut conn, "completed") == old.len() as i64).then_some(())
+    });
+    let stats = running.stats();
+    assert_eq!((stats.lapsed, stats.resent), (500, 500));
+    assert_eq!(whole_row(&mut conn, live.outbox_id), before);
+}
+
+// L1, in small
+#[test]
+fn a_lease_is_renewed_while_the_call_runs() {
+    let db = TestDb::new();
+    let (send, arrivals, answer) = gated();
+    let lease = ms(1_500);
+    let first = dispatcher(&db, idempotent("a", send))
+        .with_lease(lease)
+        .start()
+        .unwrap();
+    let ids = enqueued(&db, 1);
+    arrivals.recv_timeout(SOON).unwrap();
+    let second = dispatcher(&db, idempotent("a", |_| Dispatched::permanent("twice")))
+        .with_lease(lease)
+        .start()
+        .unwrap();
+    let mut conn = db.connect();
+    let mut seen = std::collections::BTreeSet::new();
+    eventually(SOON, "five renewals", || {
+        let record = get(&mut conn, ids[0]).unwrap();
+        assert_eq!(record.entry.status, OutboxStatus::Dispatching);
+        seen.insert(record.claim.unwrap().claimed_at);
+        (seen.len() > 5).then_some(())
+    });
+    answer.send(Dispatched::completed()).unwrap();
+    let record = until_status(&mut conn, ids[0], OutboxStatus::Completed);
+    assert_eq!(record.entry.attempt_count, 1);
+    assert_eq!((first.stats().lapsed, second.stats().lapsed), (0, 0));
+    assert_eq!(second.stats().begun, 0);
+}
+
+// K2, K6
+#[test]
+fn a_setting_without_sense_is_refused_by_name() {
+    let on = |destination: Destination| {
+        Dispatcher::builder("postgres://localhost/x").destination(destination)
+    };
+    let send = |_: &OutboxEntry| Dispatched::completed();
+    let sound = || Destination::manual("a", send);
+    let zero = Duration::ZERO;
+    let backoff = Backoff::exponential(ms(100), ms(1_000));
+    let with = |backoff| on(sound().with_backoff(backoff));
+    let refused = [
+        (Dispatcher::builder("x"), "destination"),
+        (on(Destination::manual("", send)), "destination.name"),
+        (on(sound()).destination(sound()), "destination.name"),
+        (on(sound()).with_batch(0), "batch"),
+        (on(sound()).with_lease(ms(1)), "lease"),
+        (on(sound()).with_poll(zero), "poll"),
+        (on(sound()).with_foreign_lease(zero), "foreign_lease"),
+        (
+            on(sound()).with_maintenance_interval(zero),
+            "maintenance_interval",
+        ),
+        (on(sound().with_concurrency(0)), "concurrency"),
+        (on(sound().with_send_timeout(zero)), "send_timeout"),
+        (on(sound().with_max_attempts(0)), "max_attempts"),
+        (on(sound().with_max_abandoned(0)), "max_abandoned"),
+        (with(Backoff::exponential(zero, ms(1))), "backoff.initial"),
+        (with(Backoff::exponential(ms(2), ms(1))), "backoff.max"),
+        (with(backoff.with_multiplier(0.5)), "backoff.multiplier"),
+        (with(backoff.with_jitter(1.5)), "backoff.jitter"),
+    ];
+    for (builder, field) in refused {
+        assert_eq!(builder.build().unwrap_err().field(), field);
+    }
+}
