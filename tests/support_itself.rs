@@ -106,6 +106,9 @@ fn maker_of_a_database() {
         let db = TestDb::new();
         db.execute("SELECT claim_seq FROM tf_outbox");
         process::say(&format!("made {}", db.name()));
+        if std::env::var("LEAVES_IT").is_ok() {
+            std::mem::forget(db);
+        }
     });
 }
 
@@ -114,7 +117,10 @@ fn processes_that_race_for_the_template_all_get_a_database() {
     let server = Server::start();
     let url = server.url("postgres");
     let mut makers: Vec<_> = (0..4)
-        .map(|_| Child::spawn("maker_of_a_database", &[("DATABASE_URL", &url)]))
+        .map(|_| {
+            let environment = [("DATABASE_URL", url.as_str()), ("OUTBOX_TEST_RUN", "")];
+            Child::spawn("maker_of_a_database", &environment)
+        })
         .collect();
     for maker in &mut makers {
         maker.wait_line("made ", Duration::from_secs(60));
@@ -137,7 +143,33 @@ fn processes_that_race_for_the_template_all_get_a_database() {
 }
 
 #[test]
-fn a_database_is_named_in_either_form_of_a_connection_string() {
+fn a_run_on_a_given_server_leaves_no_database_there() {
+    let server = Server::start();
+    let url = server.url("postgres");
+    let this = std::env::current_exe().unwrap();
+    let mut run = Child::spawn_example(
+        "private_server",
+        &[
+            this.to_str().unwrap(),
+            "--exact",
+            "maker_of_a_database",
+            "--nocapture",
+        ],
+        &[
+            ("DATABASE_URL", &url),
+            ("OUTBOX_TEST_ROLE", "maker_of_a_database"),
+            ("LEAVES_IT", "1"),
+        ],
+    );
+    run.wait_line("made outbox_test_", SOON);
+    assert!(run.wait_exit(SOON).success());
+    let left = sql_query("SELECT FROM pg_database WHERE datname LIKE 'outbox%'")
+        .execute(&mut PgConnection::establish(&url).unwrap());
+    assert_eq!(left, Ok(0));
+}
+
+#[test]
+fn a_database_is_named_in_any_url_of_its_server() {
     for (given, expected) in [
         ("postgres://u:p@h:1/a", "postgres://u:p@h:1/b"),
         ("postgres://h", "postgres://h/b"),
@@ -145,7 +177,6 @@ fn a_database_is_named_in_either_form_of_a_connection_string() {
             "postgres:///a?host=/tmp&port=1",
             "postgres:///b?host=/tmp&port=1",
         ),
-        ("host=h dbname=a", "host=h dbname=a dbname=b"),
     ] {
         assert_eq!(with_database(given, "b"), expected);
     }

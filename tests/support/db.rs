@@ -20,7 +20,11 @@ use super::server::Server;
 /// Two for this project; processes that make the template take turns by it.
 const TEMPLATE_LOCK: i64 = 0x7466_6f75_7462_6f78;
 
-/// What a killed test left behind is dropped by a later run.
+/// The run that this process is part of, if somebody cleans up after it: then
+/// every name begins with it, the template's too. Set by examples/private_server.
+const RUN: &str = "OUTBOX_TEST_RUN";
+
+/// What a killed run left behind is dropped by a later one.
 const LEFTOVERS_AFTER: Duration = Duration::from_secs(24 * 3600);
 
 /// A database of this test's own, dropped with it.
@@ -143,7 +147,7 @@ fn connect(url: &str) -> PgConnection {
 /// It is built under another name and renamed when it is complete, so that a
 /// process killed half-way leaves nothing that looks finished.
 fn template(maintenance: &str) -> String {
-    let name = format!("outbox_template_{:016x}", fingerprint());
+    let name = template_name();
     let mut conn = connect(maintenance);
     if exists(&mut conn, &name) {
         return name;
@@ -208,13 +212,28 @@ fn fingerprint() -> u64 {
     hash
 }
 
-/// The time is in the name so that a later run can tell a leftover.
+/// Without a run there is one template for ever, and for all processes.
+fn template_name() -> String {
+    let content = fingerprint();
+    match run() {
+        Some(run) => format!("outbox_test_{run}_template_{content:016x}"),
+        None => format!("outbox_template_{content:016x}"),
+    }
+}
+
+/// The time is in the name, or at the head of the run's, so that a later run can
+/// tell a leftover.
 fn fresh_name() -> String {
-    let seconds = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default()
-        .as_secs();
-    format!("outbox_test_{seconds}_{}", uuid::Uuid::new_v4().simple())
+    let run = run().unwrap_or_else(|| {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        now.unwrap_or_default().as_secs().to_string()
+    });
+    let (unique, _) = uuid::Uuid::new_v4().as_u64_pair();
+    format!("outbox_test_{run}_{unique:016x}")
+}
+
+fn run() -> Option<String> {
+    std::env::var(RUN).ok().filter(|run| !run.is_empty())
 }
 
 fn drop_leftovers(conn: &mut PgConnection) {
@@ -225,7 +244,7 @@ fn drop_leftovers(conn: &mut PgConnection) {
     }
     let leftovers = sql_query(
         "SELECT datname::text AS name FROM pg_database
-          WHERE datname ~ '^outbox_test_[0-9]+_[0-9a-f]{32}$'
+          WHERE datname ~ '^outbox_test_[0-9]+_'
             AND split_part(datname, '_', 3)::bigint < extract(epoch FROM now())::bigint - $1
             AND NOT EXISTS (SELECT FROM pg_stat_activity a WHERE a.datname = pg_database.datname)",
     )
@@ -238,12 +257,14 @@ fn drop_leftovers(conn: &mut PgConnection) {
     }
 }
 
-/// The same server, another database; both of libpq's forms.
+/// The same server, another database.
+///
+/// Of libpq's two forms only the URL: the async implementation, beside which some
+/// tests work, knows no other.
 pub fn with_database(url: &str, database: &str) -> String {
-    let Some((scheme, rest)) = url.split_once("://") else {
-        // Of two equal keywords the later counts.
-        return format!("{url} dbname={database}");
-    };
+    let (scheme, rest) = url
+        .split_once("://")
+        .expect("the tests want DATABASE_URL as a URL, postgres://…");
     let (address, query) = match rest.split_once('?') {
         Some((address, query)) => (address, format!("?{query}")),
         None => (rest, String::new()),
