@@ -20,8 +20,8 @@ use support::wait::eventually;
 const SOON: Duration = Duration::from_secs(20);
 
 fn runs(pid: i32) -> bool {
-    // A zombie, where nobody reaps, has no working directory any more.
-    std::fs::read_link(format!("/proc/{pid}/cwd")).is_ok()
+    // A zombie, where nobody reaps, has no command line any more.
+    std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty())
 }
 
 fn gone(pid: i32, dir: &Path) -> Option<()> {

@@ -10,9 +10,11 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-/// The process id is trusted only while it is a process in the data directory,
-/// where `/proc` can tell: numbers are used again. SIGCONT is for a server that a
-/// test froze. `initdb` may still be writing, hence the second loop.
+/// The process id is trusted only while its command line names the data directory,
+/// where `/proc` can tell: numbers are used again, and a zombie has none. (Its
+/// working directory would tell too, but not root in a container.) SIGCONT is for
+/// a server that a test froze. `initdb` may still be writing, hence the second
+/// loop.
 const SCRIPT: &str = r#"
 trap '' HUP INT QUIT TERM
 while read -r _; do :; done
@@ -23,7 +25,7 @@ data=$dir/data
 runs() {
     read -r pid 2>/dev/null <"$data/postmaster.pid" || return 1
     kill -0 "$pid" 2>/dev/null || return 1
-    [ ! -e /proc/self/cwd ] || [ "$(readlink "/proc/$pid/cwd")" = "$data" ]
+    [ ! -e /proc/self/cmdline ] || grep -qF -- "$data" "/proc/$pid/cmdline"
 }
 
 signal=QUIT
