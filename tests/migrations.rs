@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel_migrations::MigrationHarness;
+use diesel_outbox::{Destination, Dispatched, Dispatcher};
 use turnframe_core::command::IdempotencyKey;
 use turnframe_core::event::{OutboxEntry, OutboxStatus};
 use turnframe_core::ids::{CommandId, OutboxId};
@@ -278,9 +279,9 @@ fn up_keeps_an_index_that_was_made_ahead_of_time() {
     assert_eq!(strings(&mut conn, oid), before);
 }
 
-/// Case M2, as far as the rows.
+/// Case M2.
 #[test]
-fn inserts_that_know_nothing_of_our_columns_work() {
+fn rows_inserted_without_our_columns_are_claimed_sent_and_settled() {
     let db = TestDb::new();
     let mut conn = db.connect();
     conn.batch_execute(&format!(
@@ -293,9 +294,24 @@ fn inserts_that_know_nothing_of_our_columns_work() {
                  'k2', 'pending', '2026-01-01T00:00:02Z')"
     ))
     .unwrap();
-    let due = "SELECT outbox_id::text AS line FROM tf_outbox
-                WHERE enqueued_at <= statement_timestamp() AND attempt_count = 0
-                  AND lapse_count = 0 AND probe_count = 0 AND NOT halts_key
-                ORDER BY created_at";
-    assert_eq!(strings(&mut conn, due).len(), 2);
+    let (sent, receiver) = std::sync::mpsc::channel();
+    let mut dispatcher = Dispatcher::builder(db.url())
+        .destination(Destination::idempotent(
+            "a",
+            move |entry: &diesel_outbox::OutboxEntry| {
+                sent.send(entry.payload["i"].as_u64()).unwrap();
+                Dispatched::completed()
+            },
+        ))
+        .build()
+        .unwrap();
+    let swept = dispatcher.run_once().unwrap();
+    assert_eq!((swept.claimed, swept.completed), (2, 2));
+    let mut payloads: Vec<_> = receiver.try_iter().collect();
+    payloads.sort_unstable();
+    assert_eq!(payloads, [Some(1), Some(2)]);
+    let settled = "SELECT outbox_id::text AS line FROM tf_outbox
+                    WHERE status = 'completed' AND attempt_count = 1 AND completed_at IS NOT NULL
+                      AND claim_worker_id IS NULL AND claim_taken_at IS NULL";
+    assert_eq!(strings(&mut conn, settled).len(), 2);
 }
