@@ -7,7 +7,7 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 use diesel::connection::{AnsiTransactionManager, TransactionManager};
 use diesel::pg::PgConnection;
-use diesel::r2d2::{ConnectionManager, Pool, PooledConnection};
+use diesel::r2d2::{ConnectionManager, Pool, PooledConnection, R2D2Connection};
 use r2d2::HandleError;
 
 use crate::entry::OutboxEntry;
@@ -158,7 +158,7 @@ impl PgOutbox {
 
     /// A store on a pool that the service already has, with that pool's
     /// settings. Keep r2d2's `test_on_check_out` on (its default): without it a
-    /// connection that died while idle fails the call that gets it. Note that
+    /// connection that died while idle fails the one call that gets it. Note that
     /// r2d2's default error handler logs libpq's text, which can hold a host or
     /// user name.
     #[must_use]
@@ -182,7 +182,30 @@ impl PgOutbox {
         operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let conn = &mut *self.connection()?;
-        transaction(conn, "BEGIN ISOLATION LEVEL READ COMMITTED", operation)
+        let result = transaction(conn, "BEGIN ISOLATION LEVEL READ COMMITTED", operation);
+        give_up_if_dead(conn, &result);
+        result
+    }
+
+    /// Runs `operation`, which only reads, as a statement of its own.
+    fn read<T>(
+        &self,
+        operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let conn = &mut *self.connection()?;
+        let result = operation(conn);
+        give_up_if_dead(conn, &result);
+        result
+    }
+}
+
+/// Diesel does not always notice that a statement failed because its connection
+/// is gone, and then r2d2 would hand it out again and again, were it not for
+/// `test_on_check_out`.
+fn give_up_if_dead<T>(conn: &mut PgConnection, result: &Result<T, StoreError>) {
+    if matches!(result, Err(StoreError::Unavailable | StoreError::Timeout)) && conn.ping().is_err()
+    {
+        AnsiTransactionManager::transaction_manager_status_mut(conn).set_in_error();
     }
 }
 
@@ -286,11 +309,11 @@ impl<E> HandleError<E> for SilentHandler {
 
 impl OutboxReader for PgOutbox {
     fn get(&self, outbox_id: OutboxId) -> Result<OutboxRecord, StoreError> {
-        query::get(&mut *self.connection()?, outbox_id)
+        self.read(|conn| query::get(conn, outbox_id))
     }
 
     fn list_for_command(&self, command_id: CommandId) -> Result<Vec<OutboxRecord>, StoreError> {
-        query::list_for_command(&mut *self.connection()?, command_id)
+        self.read(|conn| query::list_for_command(conn, command_id))
     }
 }
 

@@ -344,13 +344,23 @@ fn limits_of_zero_and_of_all_are_defined() {
     );
 }
 
-// C11, and ten claimers on 5,000 rows
+// C11, and ten claimers on 5,000 rows with each of the joins off in turn
 #[test]
-fn many_claimers_take_each_row_once_under_any_isolation() {
-    for (isolation, claimers, rows_in_all) in [
-        ("read committed", 10, 5_000_usize),
-        ("repeatable read", 8, 1_000),
-        ("serializable", 8, 1_000),
+fn many_claimers_take_each_row_once_under_any_isolation_and_plan() {
+    for (settings, claimers, rows_in_all) in [
+        ("SET enable_hashjoin = off", 10, 5_000_usize),
+        ("SET enable_mergejoin = off", 10, 5_000),
+        ("SET enable_material = off", 10, 5_000),
+        (
+            "SET default_transaction_isolation = 'repeatable read'",
+            8,
+            1_000,
+        ),
+        (
+            "SET default_transaction_isolation = 'serializable'",
+            8,
+            1_000,
+        ),
     ] {
         let db = TestDb::new();
         let batch = rows(rows_in_all as i64);
@@ -362,10 +372,7 @@ fn many_claimers_take_each_row_once_under_any_isolation() {
                 let (db, seen, start) = (&db, &seen, &start);
                 scope.spawn(move || {
                     let mut conn = db.connect();
-                    conn.batch_execute(&format!(
-                        "SET default_transaction_isolation = '{isolation}'"
-                    ))
-                    .unwrap();
+                    conn.batch_execute(settings).unwrap();
                     start.wait();
                     let mut quiet = 0;
                     while quiet < 3 {
@@ -383,7 +390,7 @@ fn many_claimers_take_each_row_once_under_any_isolation() {
             }
         });
         let seen = seen.into_inner().unwrap();
-        assert_eq!(seen.len(), rows_in_all, "{isolation}");
+        assert_eq!(seen.len(), rows_in_all, "{settings}");
         assert_eq!(seen.iter().collect::<HashSet<_>>().len(), rows_in_all);
         let once: i64 = tf_outbox::table
             .filter(tf_outbox::attempt_count.eq(1))
@@ -523,6 +530,70 @@ fn a_refused_transition_writes_nothing_at_all() {
     assert_eq!(mark_outcome_unknown(&mut conn, id[0], Some("r")), conflict);
     assert_eq!(redrive(&mut conn, id[0]), conflict);
     assert_eq!(whole_row(&mut conn, id[0]), before);
+}
+
+// S2, by id
+#[test]
+fn a_row_settled_by_someone_else_meanwhile_stays_as_it_was_settled() {
+    let db = TestDb::new();
+    let (mut conn, id) = claimed(&db, 1);
+    db.execute(
+        "UPDATE tf_outbox SET status = 'failed', completed_at = '2026-01-02', last_failure = 'x',
+                claim_worker_id = NULL, claim_taken_at = NULL",
+    );
+    let before = whole_row(&mut conn, id[0]);
+    let conflict = Err(StoreError::Conflict);
+    assert_eq!(mark_completed(&mut conn, id[0]), conflict);
+    assert_eq!(mark_outcome_unknown(&mut conn, id[0], Some("r")), conflict);
+    assert_eq!(mark_failed(&mut conn, id[0], "y", Some(at(9))), conflict);
+    assert_eq!(whole_row(&mut conn, id[0]), before);
+}
+
+// X2, as far as the store
+#[test]
+fn names_that_look_like_sql_are_names() {
+    let name = "'; drop table tf_outbox; --";
+    let db = TestDb::new();
+    let outbox = PgOutbox::connect(db.url()).unwrap();
+    let entry = OutboxEntry::new(name, "%s$1{}", &name).unwrap();
+    outbox.enqueue(&entry).unwrap();
+    let claimed = outbox.claim_due(Utc::now(), 1, name).unwrap();
+    assert_eq!(claimed[0].destination, name);
+    assert_eq!(claimed[0].idempotency_key, "%s$1{}");
+    assert_eq!(claimed[0].payload, json!(name));
+    let record = outbox.get(entry.outbox_id).unwrap();
+    assert_eq!(record.claim.unwrap().worker_id, name);
+    outbox
+        .mark_outcome_unknown(entry.outbox_id, Some(name))
+        .unwrap();
+    outbox.mark_failed(entry.outbox_id, name, None).unwrap();
+    let record = outbox.get(entry.outbox_id).unwrap();
+    assert_eq!(record.remote_ref.as_deref(), Some(name));
+    assert_eq!(record.last_failure.as_deref(), Some(name));
+}
+
+// N2, as far as the store
+#[test]
+fn an_instant_is_the_same_in_every_zone() {
+    let db = TestDb::new();
+    let (_, id) = claimed(&db, 1);
+    let zone = |zone| {
+        let mut conn = db.connect();
+        conn.batch_execute(&format!("SET TIME ZONE '{zone}'"))
+            .unwrap();
+        conn
+    };
+    let (mut writer, mut reader) = (zone("Asia/Tokyo"), zone("America/St_Johns"));
+    let instant = at(5) + TimeDelta::microseconds(123_456);
+    reschedule(&mut writer, id[0], instant).unwrap();
+    for conn in [&mut writer, &mut reader] {
+        let record = get(conn, id[0]).unwrap();
+        assert_eq!(record.entry.next_attempt_at, Some(instant));
+    }
+    let early = instant - TimeDelta::microseconds(1);
+    assert_eq!(claim_due(&mut reader, early, 1, "w"), Ok(Vec::new()));
+    assert_eq!(claim_due(&mut reader, instant, 1, "w").unwrap().len(), 1);
+    assert_eq!(release_expired_claims(&mut writer, instant), Ok(Vec::new()));
 }
 
 // S5

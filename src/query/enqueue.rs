@@ -13,6 +13,7 @@ use crate::entry::{OutboxEntry, cut};
 use crate::error::StoreError;
 use crate::id::OutboxId;
 use crate::schema::tf_outbox;
+use crate::store::transaction;
 
 /// What [`enqueue_once`] found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,19 +54,23 @@ const CHUNK: usize = 1000;
 /// * [`StoreError::Conflict`]: the id, or the key at this destination, exists.
 /// * [`StoreError::Unavailable`], [`StoreError::Timeout`]: see [`StoreError`].
 pub fn enqueue(conn: &mut PgConnection, entry: &OutboxEntry) -> Result<(), StoreError> {
+    match insert(conn, entry)? {
+        true => Ok(()),
+        false => Err(StoreError::Conflict),
+    }
+}
+
+/// Whether the row is new; a duplicate is no error of the database, so that the
+/// caller's transaction lives.
+fn insert(conn: &mut PgConnection, entry: &OutboxEntry) -> Result<bool, StoreError> {
     let row = NewRow::of(entry)?;
     let phase = Phase::of_write(conn);
-    // ON CONFLICT DO NOTHING, so that a duplicate is no error of the database
-    // and the caller's transaction lives.
     let inserted = diesel::insert_into(tf_outbox::table)
         .values(&row)
         .on_conflict_do_nothing()
         .execute(conn)
         .or_store_error(phase)?;
-    match inserted {
-        1 => Ok(()),
-        _ => Err(StoreError::Conflict),
-    }
+    Ok(inserted == 1)
 }
 
 /// Enqueues `entry`, or finds the row that its destination already has under
@@ -75,22 +80,23 @@ pub fn enqueue(conn: &mut PgConnection, entry: &OutboxEntry) -> Result<(), Store
 /// As [`enqueue`]; [`StoreError::Conflict`] only where the *id* exists under
 /// another key, or under a stricter isolation than READ COMMITTED.
 pub fn enqueue_once(conn: &mut PgConnection, entry: &OutboxEntry) -> Result<Enqueued, StoreError> {
-    match enqueue(conn, entry) {
-        Ok(()) => Ok(Enqueued::New),
-        Err(StoreError::Conflict) => tf_outbox::table
-            .filter(tf_outbox::destination.eq(&entry.destination))
-            .filter(tf_outbox::idempotency_key.eq(&entry.idempotency_key))
-            .select((tf_outbox::outbox_id, tf_outbox::payload.eq(&entry.payload)))
-            .first::<(Uuid, bool)>(conn)
-            .optional()
-            .or_store_error(Phase::Read)?
-            .map(|(id, same_payload)| Enqueued::Duplicate {
-                outbox_id: OutboxId(id),
-                same_payload,
-            })
-            .ok_or(StoreError::Conflict),
-        Err(error) => Err(error),
+    // A conflict that the database raises has aborted the transaction: nothing
+    // can be looked up in it.
+    if insert(conn, entry)? {
+        return Ok(Enqueued::New);
     }
+    tf_outbox::table
+        .filter(tf_outbox::destination.eq(&entry.destination))
+        .filter(tf_outbox::idempotency_key.eq(&entry.idempotency_key))
+        .select((tf_outbox::outbox_id, tf_outbox::payload.eq(&entry.payload)))
+        .first::<(Uuid, bool)>(conn)
+        .optional()
+        .or_store_error(Phase::Read)?
+        .map(|(id, same_payload)| Enqueued::Duplicate {
+            outbox_id: OutboxId(id),
+            same_payload,
+        })
+        .ok_or(StoreError::Conflict)
 }
 
 /// Enqueues all of `entries`, or none: one that exists already, or stands twice
@@ -108,23 +114,38 @@ pub fn enqueue_all(conn: &mut PgConnection, entries: &[OutboxEntry]) -> Result<(
     if rows.is_empty() {
         return Ok(());
     }
-    let phase = Phase::of_write(conn);
-    let inserted = conn.transaction(|conn| {
-        for chunk in rows.chunks(CHUNK) {
-            let inserted = diesel::insert_into(tf_outbox::table)
-                .values(chunk)
-                .on_conflict_do_nothing()
-                .execute(conn)?;
-            if inserted != chunk.len() {
-                return Err(Error::RollbackTransaction);
+    if Phase::of_write(conn) == Phase::Commit {
+        // A transaction of its own: a lost INSERT wrote nothing, a lost COMMIT
+        // may have.
+        return transaction(conn, "BEGIN", |conn| {
+            match insert_all(conn, &rows).or_store_error(Phase::Statement)? {
+                true => Ok(()),
+                false => Err(StoreError::Conflict),
             }
-        }
-        Ok(())
+        });
+    }
+    let inserted = conn.transaction(|conn| match insert_all(conn, &rows)? {
+        true => Ok(()),
+        false => Err(Error::RollbackTransaction),
     });
     match inserted {
         Err(Error::RollbackTransaction) => Err(StoreError::Conflict),
-        other => other.or_store_error(phase),
+        other => other.or_store_error(Phase::Statement),
     }
+}
+
+/// Whether all rows are new; if not, some of them may have been inserted.
+fn insert_all(conn: &mut PgConnection, rows: &[NewRow<'_>]) -> QueryResult<bool> {
+    for chunk in rows.chunks(CHUNK) {
+        let inserted = diesel::insert_into(tf_outbox::table)
+            .values(chunk)
+            .on_conflict_do_nothing()
+            .execute(conn)?;
+        if inserted != chunk.len() {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// The row as it is inserted; the columns that are ours take their defaults.
