@@ -13,7 +13,7 @@ use r2d2::HandleError;
 use crate::entry::OutboxEntry;
 use crate::error::StoreError;
 use crate::id::{CommandId, OutboxId};
-use crate::query::{self, Enqueued, OrStoreError, Phase};
+use crate::query::{self, Enqueued};
 use crate::record::OutboxRecord;
 
 /// The read half of an outbox.
@@ -182,7 +182,7 @@ impl PgOutbox {
         operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let conn = &mut *self.connection()?;
-        let result = transaction(conn, "BEGIN ISOLATION LEVEL READ COMMITTED", operation);
+        let result = query::transaction(conn, "BEGIN ISOLATION LEVEL READ COMMITTED", operation);
         give_up_if_dead(conn, &result);
         result
     }
@@ -206,29 +206,6 @@ fn give_up_if_dead<T>(conn: &mut PgConnection, result: &Result<T, StoreError>) {
     if matches!(result, Err(StoreError::Unavailable | StoreError::Timeout)) && conn.ping().is_err()
     {
         AnsiTransactionManager::transaction_manager_status_mut(conn).set_in_error();
-    }
-}
-
-/// `begin`, `operation`, COMMIT; or ROLLBACK where the operation fails. If it
-/// panics, the transaction stays open and a pool must drop the connection, as
-/// r2d2 does.
-pub(crate) fn transaction<T>(
-    conn: &mut PgConnection,
-    begin: &str,
-    operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
-) -> Result<T, StoreError> {
-    AnsiTransactionManager::begin_transaction_sql(conn, begin).or_store_error(Phase::Statement)?;
-    match operation(conn) {
-        Ok(value) => {
-            AnsiTransactionManager::commit_transaction(conn).or_store_error(Phase::Commit)?;
-            Ok(value)
-        }
-        Err(error) => {
-            // What the operation failed with says more than a failing ROLLBACK;
-            // a connection that cannot roll back is broken, and dropped.
-            let _ = AnsiTransactionManager::rollback_transaction(conn);
-            Err(error)
-        }
     }
 }
 

@@ -5,8 +5,7 @@ use diesel::Connection as _;
 use diesel::pg::PgConnection;
 
 use crate::error::StoreError;
-use crate::query::connection_fault;
-use crate::store::transaction;
+use crate::query::{connection_fault, transaction};
 
 /// Everything that the transaction relies on, pinned in one round trip: the
 /// isolation that the statements are made for, and ends to waiting. `SET LOCAL`

@@ -9,11 +9,11 @@ use uuid::Uuid;
 use super::check::{self, MAX_PAYLOAD_BYTES};
 use super::decode::StatusText;
 use super::fault::{OrStoreError, Phase};
+use super::transaction::transaction;
 use crate::entry::{OutboxEntry, cut};
 use crate::error::StoreError;
 use crate::id::OutboxId;
 use crate::schema::tf_outbox;
-use crate::store::transaction;
 
 /// What [`enqueue_once`] found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

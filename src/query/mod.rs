@@ -26,6 +26,7 @@ mod probe;
 mod read;
 mod requeue;
 mod settle;
+mod transaction;
 
 pub use check::MAX_PAYLOAD_BYTES;
 pub use claim::claim_due;
@@ -43,3 +44,4 @@ pub(crate) use probe::{
     Answer, Probe, ProbeFence, answer, claim_probes, park_exhausted, resend_ripe,
 };
 pub(crate) use requeue::CHANNEL;
+pub(crate) use transaction::transaction;
