@@ -5,109 +5,26 @@
 mod support;
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use chrono::{TimeDelta, Utc};
-use crossbeam_channel::{Receiver, Sender, unbounded};
+use crossbeam_channel::unbounded;
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use diesel::sql_types::Text;
 use diesel_outbox::schema::tf_outbox;
 use diesel_outbox::{
-    Backoff, Destination, Dispatched, Dispatcher, DispatcherBuilder, OutboxEntry, OutboxId,
-    OutboxReader, OutboxRecord, OutboxStatus, PgOutbox, Reconciled, StoreError, claim_due, code,
-    enqueue, enqueue_all, get, mark_outcome_unknown,
+    Backoff, Destination, Dispatched, Dispatcher, OutboxEntry, OutboxId, OutboxReader,
+    OutboxStatus, PgOutbox, StoreError, claim_due, code, enqueue, enqueue_all, get,
 };
 use serde_json::json;
 use support::db::TestDb;
+use support::dispatch::{
+    SOON, dispatcher, enqueued, gated, i_of, idempotent, ms, rows, until_status, whole_row,
+    with_status,
+};
 use support::wait::{eventually, stretched};
-
-const SOON: Duration = Duration::from_secs(10);
-
-fn ms(n: u64) -> Duration {
-    Duration::from_millis(n)
-}
-
-/// As the cases have it: base delay 100 ms, no jitter.
-fn idempotent(
-    name: &str,
-    sender: impl Fn(&OutboxEntry) -> Dispatched + Send + Sync + 'static,
-) -> Destination {
-    Destination::idempotent(name, sender)
-        .with_backoff(Backoff::exponential(ms(100), Duration::from_secs(3600)).with_jitter(0.0))
-}
-
-fn dispatcher(db: &TestDb, destination: Destination) -> DispatcherBuilder {
-    Dispatcher::builder(db.url())
-        .destination(destination)
-        .with_maintenance_interval(ms(200))
-}
-
-fn rows(n: usize) -> Vec<OutboxEntry> {
-    (1..=n)
-        .map(|i| OutboxEntry::new("a", format!("k{i}"), &json!({ "i": i })).unwrap())
-        .collect()
-}
-
-fn enqueued(db: &TestDb, n: usize) -> Vec<OutboxId> {
-    let rows = rows(n);
-    enqueue_all(&mut db.connect(), &rows).unwrap();
-    rows.iter().map(|row| row.outbox_id).collect()
-}
-
-fn i_of(entry: &OutboxEntry) -> u64 {
-    entry.payload["i"].as_u64().unwrap()
-}
-
-fn until_status(conn: &mut PgConnection, id: OutboxId, status: OutboxStatus) -> OutboxRecord {
-    eventually(SOON, status.as_str(), || {
-        get(conn, id)
-            .ok()
-            .filter(|record| record.entry.status == status)
-    })
-}
-
-fn with_status(conn: &mut PgConnection, status: &str) -> i64 {
-    tf_outbox::table
-        .filter(tf_outbox::status.eq(status))
-        .count()
-        .get_result(conn)
-        .unwrap()
-}
-
-/// Every column of a row and its version, as the server prints them.
-fn whole_row(conn: &mut PgConnection, id: OutboxId) -> String {
-    #[derive(QueryableByName)]
-    struct Row {
-        #[diesel(sql_type = Text)]
-        text: String,
-    }
-    diesel::sql_query(
-        "SELECT t::text || ' ' || t.xmin::text AS text FROM tf_outbox t WHERE outbox_id = $1",
-    )
-    .bind::<diesel::sql_types::Uuid, _>(id.0)
-    .get_result::<Row>(conn)
-    .unwrap()
-    .text
-}
-
-/// A sender that waits at a gate, and says when it is there.
-fn gated() -> (
-    impl Fn(&OutboxEntry) -> Dispatched + Send + Sync + 'static,
-    Receiver<u64>,
-    Sender<Dispatched>,
-) {
-    let (arrived, arrivals) = unbounded();
-    let (answer, answers) = unbounded::<Dispatched>();
-    let send = move |entry: &OutboxEntry| {
-        // The test may be over.
-        let _ = arrived.send(i_of(entry));
-        answers.recv().unwrap_or_else(|_| Dispatched::unknown())
-    };
-    (send, arrivals, answer)
-}
 
 // C8
 #[test]
@@ -412,130 +329,6 @@ fn a_hanging_sender_is_left_behind_and_its_late_answer_is_used() {
     assert_eq!(running.stats().abandoned, 0);
 }
 
-// S7
-#[test]
-fn an_unknown_outcome_of_a_manual_destination_is_not_touched() {
-    let db = TestDb::new();
-    let mut conn = db.connect();
-    let ids = enqueued(&db, 1);
-    claim_due(&mut conn, Utc::now(), 1, "w").unwrap();
-    mark_outcome_unknown(&mut conn, ids[0], None).unwrap();
-    let hour = TimeDelta::hours(1);
-    diesel::update(tf_outbox::table.find(ids[0].0))
-        .set(tf_outbox::next_attempt_at.eq(Utc::now() - hour))
-        .execute(&mut conn)
-        .unwrap();
-    let before = whole_row(&mut conn, ids[0]);
-    let running: Vec<_> = (0..2)
-        .map(|_| {
-            let send = |_: &OutboxEntry| Dispatched::completed();
-            dispatcher(&db, Destination::manual("a", send))
-                .with_lease(Duration::from_secs(1))
-                .start()
-                .unwrap()
-        })
-        .collect();
-    // A foreign claim that lapses shows that maintenance has been round, twice.
-    for round in 0..2 {
-        let other = OutboxEntry::new("a", format!("round-{round}"), &()).unwrap();
-        conn.transaction::<_, diesel::result::Error, _>(|conn| {
-            enqueue(conn, &other).unwrap();
-            diesel::update(tf_outbox::table.find(other.outbox_id.0))
-                .set((
-                    tf_outbox::status.eq("dispatching"),
-                    tf_outbox::claim_worker_id.eq("gone"),
-                    tf_outbox::claim_taken_at.eq(Utc::now() - hour),
-                ))
-                .execute(conn)
-        })
-        .unwrap();
-        let record = until_status(&mut conn, other.outbox_id, OutboxStatus::OutcomeUnknown);
-        assert_eq!(record.last_failure.as_deref(), Some(code::LAPSED));
-        assert_eq!(record.lapse_count, 1);
-    }
-    assert!(running.iter().all(|d| d.stats().begun == 0));
-    assert_eq!(whole_row(&mut conn, ids[0]), before);
-}
-
-#[test]
-fn an_effect_that_lands_after_the_client_gave_up_is_found_and_not_repeated() {
-    let db = TestDb::new();
-    let effects = Arc::new(AtomicUsize::new(0));
-    let early = Arc::new(AtomicBool::new(false));
-    let timeout = ms(3_000);
-    let landing = Arc::clone(&effects);
-    // The remote applies the effect two seconds after the client gave up.
-    let send = move |_: &OutboxEntry| {
-        let landing = Arc::clone(&landing);
-        std::thread::spawn(move || {
-            std::thread::sleep(ms(2_000));
-            landing.fetch_add(1, Ordering::SeqCst);
-        });
-        Dispatched::unknown()
-    };
-    let (asking, noting) = (Arc::clone(&effects), Arc::clone(&early));
-    let reconcile = move |record: &OutboxRecord| {
-        if record.unknown_for.unwrap() < timeout {
-            noting.store(true, Ordering::SeqCst);
-        }
-        match asking.load(Ordering::SeqCst) {
-            0 => Reconciled::Resend,
-            _ => Reconciled::Completed,
-        }
-    };
-    let destination = Destination::reconciled("a", send, reconcile).with_send_timeout(timeout);
-    let running = dispatcher(&db, destination).start().unwrap();
-    let ids = enqueued(&db, 1);
-    until_status(&mut db.connect(), ids[0], OutboxStatus::Completed);
-    assert_eq!(effects.load(Ordering::SeqCst), 1);
-    assert!(!early.load(Ordering::SeqCst));
-    eventually(SOON, "one answer", || {
-        (running.stats().reconciled == 1).then_some(())
-    });
-    assert_eq!(running.stats().probes, 1);
-}
-
-#[test]
-fn an_unresolved_outcome_is_asked_about_again_and_a_resend_calls_again() {
-    let db = TestDb::new();
-    let send = |entry: &OutboxEntry| match entry.attempt_count {
-        1 => Dispatched::unknown(),
-        _ => Dispatched::completed(),
-    };
-    let reconcile = |record: &OutboxRecord| match record.probe_count {
-        1 => panic!("a reconciler's panic is an unresolved outcome"),
-        2 => Reconciled::Unresolved,
-        _ => Reconciled::Resend,
-    };
-    let destination = Destination::reconciled("a", send, reconcile)
-        .with_settle_delay(Duration::ZERO)
-        .with_probe_backoff(Backoff::exponential(ms(10), ms(10)));
-    let running = dispatcher(&db, destination).start().unwrap();
-    let ids = enqueued(&db, 1);
-    let record = until_status(&mut db.connect(), ids[0], OutboxStatus::Completed);
-    assert_eq!((record.entry.attempt_count, record.probe_count), (2, 3));
-    assert_eq!((running.stats().resent, running.stats().panics), (1, 1));
-}
-
-#[test]
-fn an_unknown_row_whose_attempts_are_spent_is_parked_and_not_failed() {
-    let db = TestDb::new();
-    let send = |_: &OutboxEntry| Dispatched::unknown();
-    let running = dispatcher(&db, idempotent("a", send).with_max_attempts(2))
-        .start()
-        .unwrap();
-    let ids = enqueued(&db, 1);
-    let mut conn = db.connect();
-    let record = eventually(SOON, "parked", || {
-        get(&mut conn, ids[0])
-            .ok()
-            .filter(|r| r.last_failure.as_deref() == Some(code::ATTEMPTS_EXHAUSTED))
-    });
-    assert_eq!(record.entry.status, OutboxStatus::OutcomeUnknown);
-    assert_eq!(record.entry.attempt_count, 2);
-    assert_eq!(running.stats().begun, 2);
-}
-
 #[test]
 fn senders_that_exhaust_the_applications_pool_do_not_stop_settling() {
     let db = TestDb::new();
@@ -791,6 +584,7 @@ fn a_setting_without_sense_is_refused_by_name() {
             "maintenance_interval",
         ),
         (on(sound().with_concurrency(0)), "concurrency"),
+        (on(sound().with_probes(0)), "probes"),
         (on(sound().with_send_timeout(zero)), "send_timeout"),
         (on(sound().with_max_attempts(0)), "max_attempts"),
         (on(sound().with_max_abandoned(0)), "max_abandoned"),

@@ -36,6 +36,7 @@ pub struct Destination {
     pub(crate) settle_delay: Option<Duration>,
     pub(crate) backoff: Backoff,
     pub(crate) probe_backoff: Backoff,
+    pub(crate) probes: usize,
     pub(crate) max_attempts: u32,
     pub(crate) max_abandoned: usize,
 }
@@ -79,6 +80,7 @@ impl Destination {
             settle_delay: None,
             backoff: Backoff::default(),
             probe_backoff: Backoff::default(),
+            probes: 4,
             max_attempts: 20,
             max_abandoned: 8,
         }
@@ -126,10 +128,21 @@ impl Destination {
         self
     }
 
-    /// The wait between questions about one unknown outcome. Settings without
-    /// sense are refused. Default: [`Backoff::default`].
+    /// The wait from an answer of [`Unresolved`](crate::Reconciled::Unresolved)
+    /// to the next question about the same row. A question that is not answered
+    /// within `send_timeout`, because its process is gone, is asked again after
+    /// this wait too. Settings without sense are refused. Default:
+    /// [`Backoff::default`].
     pub fn with_probe_backoff(mut self, backoff: Backoff) -> Self {
         self.probe_backoff = backoff;
+        self
+    }
+
+    /// How many questions the reconciler is asked at once, each on a thread.
+    /// Zero is refused. Default 4: a remote that has just failed is asked
+    /// gently.
+    pub fn with_probes(mut self, probes: usize) -> Self {
+        self.probes = probes;
         self
     }
 
@@ -163,6 +176,8 @@ impl Destination {
             Some("destination.name")
         } else if self.concurrency == 0 {
             Some("concurrency")
+        } else if self.probes == 0 {
+            Some("probes")
         } else if self.send_timeout.is_zero() {
             Some("send_timeout")
         } else if self.max_attempts == 0 {

@@ -41,6 +41,35 @@ struct Inner {
     /// Calls that timed out and still run, by row, with the instant until which
     /// nobody is asked about the row.
     overdue: HashMap<Uuid, Instant>,
+    /// Rows that a reconciler is asked about.
+    questions: HashMap<Uuid, Question>,
+}
+
+#[derive(Debug)]
+struct Question {
+    lane: usize,
+    asking: Asking,
+}
+
+/// How far a question is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Asking {
+    /// The reconciler has until this instant.
+    Until(Instant),
+    /// Its answer is on its way to the store.
+    Answered,
+    /// It did not answer in time and still runs.
+    LeftBehind,
+}
+
+impl Inner {
+    /// Questions that hold a place among the reconcilers of a lane, or of all.
+    fn in_question(&self, lane: Option<usize>) -> usize {
+        let questions = self.questions.values();
+        questions
+            .filter(|q| q.asking != Asking::LeftBehind && lane.is_none_or(|lane| lane == q.lane))
+            .count()
+    }
 }
 
 /// All claims in hand.
@@ -178,27 +207,85 @@ impl Flights {
         self.changed.notify_all();
     }
 
-    /// Rows that nobody is to be asked about yet.
+    /// Rows that nobody is to be asked about now: their call still runs, or they
+    /// are in question already.
     pub(crate) fn quiet(&self) -> Vec<Uuid> {
         let mut inner = self.lock();
         let now = Instant::now();
         inner.overdue.retain(|_, until| *until > now);
-        inner.overdue.keys().copied().collect()
+        let rows = inner.overdue.keys().chain(inner.questions.keys());
+        rows.copied().collect()
+    }
+
+    /// A reconciler is to be asked about a row, and has until then.
+    pub(crate) fn ask(&self, lane: usize, outbox_id: Uuid, until: Instant) {
+        let question = Question {
+            lane,
+            asking: Asking::Until(until),
+        };
+        self.lock().questions.insert(outbox_id, question);
+    }
+
+    /// It has answered. `false`: it had been given up before; the thread is one
+    /// of those that were left behind.
+    pub(crate) fn question_answered(&self, outbox_id: Uuid) -> bool {
+        match self.lock().questions.get_mut(&outbox_id) {
+            Some(question) if matches!(question.asking, Asking::Until(_)) => {
+                question.asking = Asking::Answered;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// The answer is committed, or forgotten.
+    pub(crate) fn question_done(&self, outbox_id: Uuid) {
+        self.lock().questions.remove(&outbox_id);
+        self.changed.notify_all();
+    }
+
+    /// Gives up questions whose time is over at `now` (or all of them, if `None`);
+    /// returns their lanes. Their rows stay quiet: asked again they would take
+    /// another thread each time.
+    pub(crate) fn give_up_questions(&self, now: Option<Instant>) -> Vec<usize> {
+        let mut inner = self.lock();
+        let mut given = Vec::new();
+        for question in inner.questions.values_mut() {
+            if let Asking::Until(until) = question.asking
+                && now.is_none_or(|now| until <= now)
+            {
+                question.asking = Asking::LeftBehind;
+                given.push(question.lane);
+            }
+        }
+        given
+    }
+
+    /// How many rows of a lane are in question.
+    pub(crate) fn in_question(&self, lane: usize) -> usize {
+        self.lock().in_question(Some(lane))
     }
 
     pub(crate) fn len(&self) -> usize {
         self.lock().flights.len()
     }
 
-    /// Waits until nothing is in hand; `false` at the deadline.
+    /// Waits until nothing is in hand and nobody is being asked; `false` at the
+    /// deadline.
     pub(crate) fn wait_empty(&self, deadline: Instant) -> bool {
-        self.wait_at_most(0, deadline)
+        self.wait_while(deadline, |inner| {
+            inner.flights.len() + inner.in_question(None) > 0
+        })
     }
 
     /// Waits until at most `n` claims are in hand; `false` at the deadline.
     pub(crate) fn wait_at_most(&self, n: usize, deadline: Instant) -> bool {
+        self.wait_while(deadline, |inner| inner.flights.len() > n)
+    }
+
+    fn wait_while(&self, deadline: Instant, busy: impl Fn(&Inner) -> bool) -> bool {
         let mut inner = self.lock();
-        while inner.flights.len() > n {
+        while busy(&inner) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return false;
@@ -264,5 +351,22 @@ mod tests {
         assert_eq!(flights.begin(fence(1), LEASE, LEASE), Begin::Go);
         assert!(flights.answered(fence(1)));
         assert_eq!(flights.give_up(None, quiet), []);
+    }
+
+    #[test]
+    fn a_row_in_question_is_not_asked_about_again_even_when_it_is_given_up() {
+        let flights = Flights::default();
+        let row = Uuid::from_u128(1);
+        flights.ask(0, row, Instant::now());
+        assert_eq!((flights.in_question(0), flights.in_question(1)), (1, 0));
+        assert_eq!(flights.give_up_questions(Some(Instant::now())), [0]);
+        assert_eq!((flights.in_question(0), flights.quiet()), (0, vec![row]));
+        assert!(!flights.question_answered(row));
+        flights.question_done(row);
+        assert_eq!(flights.quiet(), Vec::<Uuid>::new());
+
+        flights.ask(0, row, Instant::now() + LEASE);
+        assert!(flights.question_answered(row));
+        assert_eq!(flights.give_up_questions(None), Vec::<usize>::new());
     }
 }

@@ -9,7 +9,7 @@ use crossbeam_channel::{Receiver, Sender};
 
 use super::shared::{Ends, Shared};
 use super::stats::Stats;
-use super::{claimer, lease, maintenance, settler, worker};
+use super::{claimer, lease, maintenance, reconcile, settler, worker};
 use crate::error::code;
 
 /// How long dropping the handle waits.
@@ -136,6 +136,7 @@ fn stop_within(shared: &Arc<Shared>, ends: StopEnds, deadline: Duration) -> Stop
         // The claimer may have brought rows after we emptied the channels.
         shared.hand_back_waiting();
         left_unknown = shared.give_up_calls(None, code::STOPPED).len();
+        reconcile::give_up(shared, None);
         shared.flights.wait_empty(until + GRACE / 2);
     }
     let unsettled = shared.flights.len();

@@ -17,9 +17,6 @@ pub(crate) type Question = (ProbeFence, OutboxRecord);
 
 /// Calls are fast if they take less than this on the average.
 const FAST: Duration = Duration::from_millis(10);
-/// Questions to a reconciler at once.
-pub(crate) const PROBES: usize = 4;
-
 pub(crate) struct Lane {
     pub(crate) destination: Destination,
     pub(crate) jobs: (Sender<Job>, Receiver<Job>),
@@ -31,7 +28,12 @@ pub(crate) struct Lane {
     pub(crate) workers: AtomicUsize,
     /// Threads left behind in a call that timed out.
     pub(crate) abandoned: AtomicUsize,
+    /// Reconciler threads that are not left behind in a question.
     pub(crate) reconcilers: AtomicUsize,
+    /// Threads left behind in a question that timed out.
+    pub(crate) abandoned_questions: AtomicUsize,
+    /// Whether the last look found more to ask about than there was room for.
+    pub(crate) more_questions: AtomicBool,
     /// Whether the cap of abandoned threads has been logged.
     pub(crate) capped: AtomicBool,
     /// A running mean of the duration of calls, in µs.
@@ -43,11 +45,13 @@ impl Lane {
         let prefetch = destination.prefetch.unwrap_or(batch);
         Self {
             jobs: bounded(destination.concurrency + prefetch),
-            questions: bounded(PROBES),
+            questions: bounded(destination.probes),
             outstanding: AtomicUsize::new(0),
             workers: AtomicUsize::new(0),
             abandoned: AtomicUsize::new(0),
             reconcilers: AtomicUsize::new(0),
+            abandoned_questions: AtomicUsize::new(0),
+            more_questions: AtomicBool::new(false),
             capped: AtomicBool::new(false),
             mean_call: AtomicU64::new(u64::MAX),
             destination,

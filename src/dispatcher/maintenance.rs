@@ -1,7 +1,8 @@
 //! What is done now and then: lapsed claims, unknown outcomes.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, select};
 
@@ -23,7 +24,7 @@ pub(crate) fn run(shared: &Arc<Shared>, ask: &Receiver<()>) {
             due = Instant::now() + shared.maintenance;
             sweep(shared, session.as_mut())
         } else {
-            ask_around(shared, session.as_mut())
+            ask_on(shared, session.as_mut(), Duration::ZERO)
         };
         match result {
             Ok(()) => trouble.works(),
@@ -66,9 +67,29 @@ pub(crate) fn sweep(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<(
     ask_around(shared, session)
 }
 
+/// Whether there was more to ask about than there were reconcilers free.
+pub(crate) fn more_questions(shared: &Shared) -> bool {
+    let mut lanes = shared.lanes.iter();
+    lanes.any(|lane| lane.more_questions.load(Ordering::Acquire))
+}
+
+/// There are reconcilers free again.
+pub(crate) fn ask_on(
+    shared: &Arc<Shared>,
+    session: &mut dyn Session,
+    due_for: Duration,
+) -> Result<(), StoreError> {
+    for (index, lane) in shared.lanes.iter().enumerate() {
+        if lane.more_questions.load(Ordering::Acquire) {
+            reconcile::look(shared, session, index, due_for)?;
+        }
+    }
+    Ok(())
+}
+
 fn ask_around(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<(), StoreError> {
     for index in 0..shared.lanes.len() {
-        reconcile::look(shared, session, index)?;
+        reconcile::look(shared, session, index, Duration::ZERO)?;
     }
     Ok(())
 }

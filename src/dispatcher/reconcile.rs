@@ -3,15 +3,16 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::select;
 
 use super::backend::{Answer, Probe, Session};
 use super::destination::Kind;
-use super::lane::{Lane, PROBES, Question};
+use super::lane::{Lane, Question};
 use super::shared::{Report, Shared};
-use super::stats::add;
+use super::stats::{add, subtract};
+use super::worker::Thread;
 use crate::error::{StoreError, code};
 use crate::sender::{OutboxReconciler, Reconciled};
 
@@ -19,17 +20,21 @@ use crate::sender::{OutboxReconciler, Reconciled};
 const BATCH: i64 = 500;
 
 /// Looks for unknown outcomes of one destination that are ripe, and sees to
-/// each: by the built-in reconciler of an idempotent remote, or by asking.
+/// each: by the built-in reconciler of an idempotent remote, or by asking. Rows
+/// that were asked about less than `due_for` ago are passed over.
 pub(crate) fn look(
     shared: &Arc<Shared>,
     session: &mut dyn Session,
     index: usize,
+    due_for: Duration,
 ) -> Result<(), StoreError> {
     let lane = &shared.lanes[index];
     let quiet = shared.flights.quiet();
     let mut probe = Probe {
         destination: &lane.destination.name,
         settle_delay: lane.destination.settle_delay(),
+        due_for,
+        answer_within: lane.destination.send_timeout,
         backoff: &lane.destination.backoff,
         limit: BATCH,
         except: &quiet,
@@ -47,14 +52,27 @@ pub(crate) fn look(
         },
         Kind::Reconciled(_) => {
             probe.backoff = &lane.destination.probe_backoff;
-            // A row that is claimed for a probe and then not asked about would
-            // wait for its next one.
-            probe.limit = PROBES.saturating_sub(lane.questions.1.len()) as i64;
-            if probe.limit > 0 {
-                for question in session.claim_probes(&probe)? {
-                    ask(shared, index, question);
-                }
+            let probes = lane.destination.probes;
+            let left_behind = lane.abandoned_questions.load(Ordering::Acquire);
+            // A row that is claimed for a probe and not asked about at once would
+            // be another's to ask about before it is answered.
+            let room = match left_behind < lane.destination.max_abandoned {
+                true => probes.saturating_sub(shared.flights.in_question(index)),
+                false => 0,
+            };
+            probe.limit = room as i64;
+            let questions = match room {
+                0 => Vec::new(),
+                _ => session.claim_probes(&probe)?,
+            };
+            let full = questions.len() == room;
+            for question in questions {
+                ask(shared, index, question);
             }
+            // With nobody in question, nobody would say that there is room again.
+            let more = full && shared.flights.in_question(index) > 0;
+            lane.more_questions.store(more, Ordering::Release);
+            ensure_reconcilers(shared, index);
         }
     }
     Ok(())
@@ -62,11 +80,22 @@ pub(crate) fn look(
 
 fn ask(shared: &Arc<Shared>, index: usize, question: Question) {
     let lane = &shared.lanes[index];
-    if lane.questions.0.try_send(question).is_ok()
-        && Lane::reserve(&lane.reconcilers, PROBES)
-        && !shared.spawn("reconciler", move |shared| answer_all(&shared, index))
+    let row = question.0.outbox_id();
+    let until = Instant::now() + lane.destination.send_timeout;
+    shared.flights.ask(index, row, until);
+    if lane.questions.0.try_send(question).is_err() {
+        shared.flights.question_done(row);
+    }
+}
+
+pub(crate) fn ensure_reconcilers(shared: &Arc<Shared>, index: usize) {
+    let lane = &shared.lanes[index];
+    while !lane.questions.1.is_empty() && Lane::reserve(&lane.reconcilers, lane.destination.probes)
     {
-        lane.reconcilers.fetch_sub(1, Ordering::AcqRel);
+        if !shared.spawn("reconciler", move |shared| answer_all(&shared, index)) {
+            lane.reconcilers.fetch_sub(1, Ordering::AcqRel);
+            return;
+        }
     }
 }
 
@@ -74,34 +103,50 @@ fn ask(shared: &Arc<Shared>, index: usize, question: Question) {
 fn answer_all(shared: &Arc<Shared>, index: usize) {
     const LINGER: Duration = Duration::from_millis(100);
     let lane = &shared.lanes[index];
-    if let Kind::Reconciled(reconciler) = &lane.destination.kind {
-        loop {
-            let question = select! {
-                recv(lane.questions.1) -> question => question.ok(),
-                recv(shared.closed) -> _ => None,
-                default(LINGER) => None,
-            };
-            match question {
-                Some(question) if !shared.is_stopping() => {
-                    ask_one(shared, lane, reconciler.as_ref(), &question);
-                    if lane.questions.1.is_empty() {
-                        shared.ask_more();
-                    }
-                }
-                _ => break,
-            }
+    let Kind::Reconciled(reconciler) = &lane.destination.kind else {
+        return;
+    };
+    loop {
+        let question = select! {
+            recv(lane.questions.1) -> question => question.ok(),
+            recv(shared.closed) -> _ => None,
+            default(LINGER) => None,
+        };
+        let Some(question) = question else { break };
+        if shared.is_stopping() {
+            shared.flights.question_done(question.0.outbox_id());
+        } else if ask_one(shared, lane, reconciler.as_ref(), &question) == Thread::LeftBehind {
+            lane.abandoned_questions.fetch_sub(1, Ordering::AcqRel);
+            subtract(&shared.counters.abandoned, 1);
+            return;
         }
     }
     lane.reconcilers.fetch_sub(1, Ordering::AcqRel);
+    // A question may have come between the wait and the count.
+    ensure_reconcilers(shared, index);
 }
 
+/// Gives up questions, all or those whose time is over; returns their lanes.
+pub(crate) fn give_up(shared: &Shared, now: Option<Instant>) -> Vec<usize> {
+    let given = shared.flights.give_up_questions(now);
+    for index in &given {
+        let lane = &shared.lanes[*index];
+        lane.abandoned_questions.fetch_add(1, Ordering::AcqRel);
+        lane.reconcilers.fetch_sub(1, Ordering::AcqRel);
+        add(&shared.counters.abandoned, 1);
+    }
+    given
+}
+
+/// Returns whether the thread still has its place.
 fn ask_one(
     shared: &Arc<Shared>,
     lane: &Lane,
     reconciler: &dyn OutboxReconciler,
     (fence, record): &Question,
-) {
+) -> Thread {
     add(&shared.counters.probes, 1);
+    let again = || lane.destination.probe_backoff.jittered(fence.asked());
     let reconciled = catch_unwind(AssertUnwindSafe(|| reconciler.reconcile(record)));
     let answer = match reconciled {
         Ok(Reconciled::Completed) => Answer::Completed,
@@ -113,20 +158,29 @@ fn ask_one(
                 code::INVALID_CODE.to_owned()
             },
         },
-        Ok(Reconciled::Resend) if fence.attempt() >= lane.destination.max_attempts => Answer::Park,
+        Ok(Reconciled::Resend) if fence.attempt() >= lane.destination.max_attempts => {
+            Answer::Park { delay: again() }
+        }
         Ok(Reconciled::Resend) => Answer::Resend {
             delay: Duration::ZERO,
         },
-        Ok(Reconciled::Unresolved) => return,
+        Ok(Reconciled::Unresolved) => Answer::Unresolved { delay: again() },
         Err(panic) => {
             std::mem::forget(panic);
             add(&shared.counters.panics, 1);
             tracing::error!("a reconciler panicked; the outcome stays unknown");
-            return;
+            Answer::Unresolved { delay: again() }
         }
     };
+    let in_time = shared.flights.question_answered(fence.outbox_id());
+    // Late it is used all the same, unless somebody else has asked since.
     let _ = shared.reports.send(Report::Answer {
         fence: *fence,
         answer,
     });
+    if in_time {
+        Thread::Free
+    } else {
+        Thread::LeftBehind
+    }
 }

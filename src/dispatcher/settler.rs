@@ -200,28 +200,42 @@ fn answer(
     session: &mut dyn Session,
     answers: &mut Vec<Report>,
 ) -> Result<(), StoreError> {
+    let mut result = Ok(());
+    let any = !answers.is_empty();
     for report in answers.drain(..) {
         let Report::Answer { fence, answer } = report else {
             continue;
         };
-        if session.answer(fence, &answer)? {
-            let counters = &shared.counters;
-            match answer {
-                Answer::Completed => {
-                    add(&counters.completed, 1);
-                    add(&counters.reconciled, 1);
+        if result.is_ok() {
+            result = session.answer(fence, &answer).map(|written| {
+                if written {
+                    count_answer(shared, &answer);
                 }
-                Answer::Failed { .. } => {
-                    add(&counters.failed, 1);
-                    add(&counters.reconciled, 1);
-                }
-                Answer::Resend { .. } => {
-                    add(&counters.resent, 1);
-                    shared.nudge();
-                }
-                Answer::Park => {}
-            }
+            });
         }
+        shared.flights.question_done(fence.outbox_id());
     }
-    Ok(())
+    if any {
+        shared.ask_more();
+    }
+    result
+}
+
+fn count_answer(shared: &Shared, answer: &Answer) {
+    let counters = &shared.counters;
+    match answer {
+        Answer::Completed => {
+            add(&counters.completed, 1);
+            add(&counters.reconciled, 1);
+        }
+        Answer::Failed { .. } => {
+            add(&counters.failed, 1);
+            add(&counters.reconciled, 1);
+        }
+        Answer::Resend { .. } => {
+            add(&counters.resent, 1);
+            shared.nudge();
+        }
+        Answer::Unresolved { .. } | Answer::Park { .. } => {}
+    }
 }

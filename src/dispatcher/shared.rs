@@ -138,11 +138,15 @@ impl Shared {
         });
     }
 
-    /// Hands back every row that waits for a worker.
+    /// Hands back every row that waits for a worker, and forgets every question
+    /// that waits for a reconciler.
     pub(crate) fn hand_back_waiting(&self) {
         for (index, lane) in self.lanes.iter().enumerate() {
             while let Ok((fence, _)) = lane.jobs.1.try_recv() {
                 self.settle(index, fence, Outcome::GiveBack);
+            }
+            while let Ok((fence, _)) = lane.questions.1.try_recv() {
+                self.flights.question_done(fence.outbox_id());
             }
         }
     }

@@ -1,8 +1,9 @@
 //! One sweep in the calling thread.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+
+use crossbeam_channel::Receiver;
 
 use super::backend::Session;
 use super::handle::DispatcherHandle;
@@ -17,19 +18,31 @@ const LOOK: Duration = Duration::from_millis(10);
 /// Lapsed claims, unknown outcomes, and every row that is due; returns when all
 /// of them are settled.
 pub(crate) fn run(shared: Arc<Shared>, ends: Ends) -> Result<Stats, StoreError> {
+    let ask = ends.ask.clone();
     let handle = DispatcherHandle::start_settling(Arc::clone(&shared), ends);
     let mut session = shared.backend.session("sweep");
-    let swept = sweep(&shared, session.as_mut());
+    let swept = sweep(&shared, session.as_mut(), &ask);
     // What was claimed is seen through even where the sweep broke off.
-    let patience = patience(&shared);
-    shared.flights.wait_empty(Instant::now() + patience);
-    wait_for_reconcilers(&shared, Instant::now() + patience);
+    shared
+        .flights
+        .wait_empty(Instant::now() + patience(&shared));
     handle.stop(Duration::from_secs(1));
     swept.map(|()| handle.stats())
 }
 
-fn sweep(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<(), StoreError> {
+fn sweep(
+    shared: &Arc<Shared>,
+    session: &mut dyn Session,
+    ask: &Receiver<()>,
+) -> Result<(), StoreError> {
+    let begun = Instant::now();
     maintenance::sweep(shared, session)?;
+    while maintenance::more_questions(shared) {
+        // Whoever hangs is given up in time, so that this is said some day.
+        let _ = ask.recv();
+        // Each row is asked about once.
+        maintenance::ask_on(shared, session, begun.elapsed())?;
+    }
     while claimer::look(shared, session)?.full {
         let held = shared.flights.len();
         shared
@@ -50,14 +63,4 @@ fn patience(shared: &Shared) -> Duration {
         .unwrap_or_default()
         .saturating_add(shared.lease)
         .min(Duration::from_secs(86_400))
-}
-
-fn wait_for_reconcilers(shared: &Shared, deadline: Instant) {
-    let busy = || {
-        shared
-            .lanes
-            .iter()
-            .any(|lane| lane.reconcilers.load(Ordering::Acquire) > 0)
-    };
-    while busy() && shared.closed.recv_timeout(LOOK).is_err() && Instant::now() < deadline {}
 }

@@ -10,6 +10,7 @@ use crossbeam_channel::select;
 use super::backend::{Fence, Outcome};
 use super::flight::Begin;
 use super::lane::{Job, Lane};
+use super::reconcile;
 use super::shared::Shared;
 use super::stats::{add, subtract};
 use crate::error::code;
@@ -59,8 +60,9 @@ fn work(shared: &Arc<Shared>, index: usize) {
     }
 }
 
+/// What a call left of its thread.
 #[derive(PartialEq, Eq)]
-enum Thread {
+pub(crate) enum Thread {
     Free,
     /// The call was given up meanwhile and another worker has its place.
     LeftBehind,
@@ -149,7 +151,7 @@ fn storable_ref(fence: Fence, given: Option<String>) -> Option<String> {
     None
 }
 
-/// Gives up calls whose time is over, and replaces their threads.
+/// Gives up calls and questions whose time is over, and replaces their threads.
 pub(crate) fn watch(shared: &Arc<Shared>) {
     const LOOK: Duration = Duration::from_millis(20);
     while shared.closed.recv_timeout(LOOK) == Err(crossbeam_channel::RecvTimeoutError::Timeout) {
@@ -157,6 +159,12 @@ pub(crate) fn watch(shared: &Arc<Shared>) {
             add(&shared.counters.timeouts, 1);
             tracing::warn!("a sender did not answer in time; the outcome is unknown");
             ensure_workers(shared, lane);
+        }
+        for lane in reconcile::give_up(shared, Some(Instant::now())) {
+            add(&shared.counters.timeouts, 1);
+            tracing::warn!("a reconciler did not answer in time; the outcome stays unknown");
+            reconcile::ensure_reconcilers(shared, lane);
+            shared.ask_more();
         }
     }
 }

@@ -29,10 +29,14 @@ pub(crate) struct Probe<'a> {
     pub(crate) destination: &'a str,
     /// How long a row must have been unknown.
     pub(crate) settle_delay: Duration,
+    /// How long it must have been time to ask.
+    pub(crate) due_for: Duration,
+    /// How long the asker has for its answer: nobody else asks meanwhile.
+    pub(crate) answer_within: Duration,
     /// When to ask again, by the number of times asked.
     pub(crate) backoff: &'a Backoff,
     pub(crate) limit: i64,
-    /// Rows whose call still runs in this process.
+    /// Rows whose call still runs in this process, or that it is asking about.
     pub(crate) except: &'a [Uuid],
     pub(crate) max_attempts: u32,
 }
@@ -47,8 +51,17 @@ pub(crate) struct ProbeFence {
 }
 
 impl ProbeFence {
+    pub(crate) const fn outbox_id(self) -> Uuid {
+        self.outbox_id
+    }
+
     pub(crate) const fn attempt(self) -> u32 {
         self.attempt.unsigned_abs()
+    }
+
+    /// How often the row has been asked about, this time included.
+    pub(crate) const fn asked(self) -> u32 {
+        self.probe.unsigned_abs()
     }
 }
 
@@ -62,9 +75,16 @@ pub(crate) enum Answer {
     Resend {
         delay: Duration,
     },
+    /// Stays unknown, to be asked about again after the delay.
+    Unresolved {
+        delay: Duration,
+    },
     /// To be sent again, if there were attempts left: stays unknown, for an
-    /// operator.
-    Park,
+    /// operator. It is asked about again all the same: the remote may come to
+    /// know more.
+    Park {
+        delay: Duration,
+    },
 }
 
 /// Rows of the destination that have been unknown for long enough, in the order
@@ -83,7 +103,7 @@ macro_rules! ripe {
             .filter(
                 held.field(tf_outbox::next_attempt_at).is_null().or(held
                     .field(tf_outbox::next_attempt_at)
-                    .le(statement_timestamp().nullable())),
+                    .le(before(statement_timestamp(), check::interval($probe.due_for)).nullable())),
             )
             .filter(held.field(tf_outbox::outbox_id).ne_all($probe.except))
             .order((
@@ -94,9 +114,11 @@ macro_rules! ripe {
     };
 }
 
-/// Claims rows for a probe: counts it and sets the time of the next. To be run
-/// in one transaction. A row that cannot be decoded is passed over until that
-/// time.
+/// Claims rows for a probe: counts it and sets the time of the next, as if no
+/// answer came. An answer that leaves the row unknown sets that time anew, so
+/// that the backoff runs from the answer, and a reconciler slower than its
+/// backoff is not asked again while it thinks. To be run in one transaction. A
+/// row that cannot be decoded is passed over until that time.
 pub(crate) fn claim_probes(
     conn: &mut PgConnection,
     probe: &Probe<'_>,
@@ -117,7 +139,10 @@ pub(crate) fn claim_probes(
         .into_iter()
         .map(|(id, asked)| {
             let nth = u32::try_from(asked).unwrap_or(0).saturating_add(1);
-            (id, check::interval(probe.backoff.jittered(nth)))
+            let wait = probe
+                .answer_within
+                .saturating_add(probe.backoff.jittered(nth));
+            (id, check::interval(wait))
         })
         .unzip();
     let rows = diesel::update(tf_outbox::table.filter(tf_outbox::outbox_id.eq_any(&ids)))
@@ -251,6 +276,10 @@ pub(crate) fn answer(
             )
         };
     }
+    let later = |delay| {
+        tf_outbox::next_attempt_at
+            .eq(after(statement_timestamp(), check::interval(delay)).nullable())
+    };
     let written = match answer {
         Answer::Completed => asked!()
             .set((
@@ -270,17 +299,17 @@ pub(crate) fn answer(
         Answer::Resend { delay } => asked!()
             .set((
                 tf_outbox::status.eq(StatusText(OutboxStatus::Pending)),
-                tf_outbox::next_attempt_at.eq(after(
-                    statement_timestamp(),
-                    check::interval(*delay),
-                )
-                .nullable()),
+                later(*delay),
                 tf_outbox::unknown_since.eq(None::<DateTime<Utc>>),
                 tf_outbox::claim_seq.eq(None::<i64>),
             ))
             .execute(conn),
-        Answer::Park => asked!()
-            .set(tf_outbox::last_failure.eq(code::ATTEMPTS_EXHAUSTED))
+        Answer::Unresolved { delay } => asked!().set(later(*delay)).execute(conn),
+        Answer::Park { delay } => asked!()
+            .set((
+                later(*delay),
+                tf_outbox::last_failure.eq(code::ATTEMPTS_EXHAUSTED),
+            ))
             .execute(conn),
     }
     .or_store_error(Phase::Statement)?;

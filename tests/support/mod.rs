@@ -7,6 +7,7 @@
 
 pub mod catalog;
 pub mod db;
+pub mod dispatch;
 pub mod logs;
 pub mod process;
 pub mod proxy;
