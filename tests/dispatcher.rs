@@ -164,6 +164,41 @@ fn a_settlement_changes_nothing_once_the_claim_is_over() {
     assert_eq!(after, before);
 }
 
+#[test]
+fn an_answer_settles_only_the_claim_that_it_belongs_to() {
+    let db = TestDb::new();
+    let (arrived, arrivals) = unbounded();
+    let (first, first_answer) = unbounded();
+    let (second, second_answer) = unbounded();
+    let send = move |entry: &OutboxEntry| {
+        arrived.send(entry.attempt_count).unwrap();
+        let answers = match entry.attempt_count {
+            1 => &first_answer,
+            _ => &second_answer,
+        };
+        answers.recv().unwrap_or(Dispatched::unknown())
+    };
+    let running = dispatcher(&db, idempotent("a", send)).start().unwrap();
+    let ids = enqueued(&db, 1);
+    assert_eq!(arrivals.recv_timeout(SOON), Ok(1));
+    // Released by the other implementation, and claimed by the same dispatcher.
+    db.execute(
+        "UPDATE tf_outbox SET status = 'pending', claim_worker_id = NULL, claim_taken_at = NULL",
+    );
+    running.nudge();
+    assert_eq!(arrivals.recv_timeout(SOON), Ok(2));
+    let mut conn = db.connect();
+    let before = get(&mut conn, ids[0]).unwrap();
+    first.send(Dispatched::permanent("x.first")).unwrap();
+    eventually(SOON, "one lost claim", || {
+        (running.stats().lost_claims == 1).then_some(())
+    });
+    assert_eq!(get(&mut conn, ids[0]).unwrap(), before);
+    second.send(Dispatched::completed()).unwrap();
+    let record = until_status(&mut conn, ids[0], OutboxStatus::Completed);
+    assert_eq!(record.entry.attempt_count, 2);
+}
+
 // S9
 #[test]
 fn a_panicking_sender_stops_nobody_and_leaves_no_trace_of_its_message() {
@@ -502,13 +537,13 @@ fn one_sweep_settles_what_is_due_and_ends() {
     assert_eq!(sweeper.run_once().unwrap().begun, 0);
 }
 
-// L3 and L4, in small
+// L3, L4
 #[test]
 fn old_foreign_claims_lapse_and_live_ones_are_left_alone() {
     let db = TestDb::new();
     let mut conn = db.connect();
-    let old = enqueued(&db, 500);
-    claim_due(&mut conn, Utc::now(), 500, "gone").unwrap();
+    let old = enqueued(&db, 5_000);
+    claim_due(&mut conn, Utc::now(), 5_000, "gone").unwrap();
     diesel::update(tf_outbox::table)
         .set(tf_outbox::claim_taken_at.eq(Utc::now() - TimeDelta::days(1)))
         .execute(&mut conn)
@@ -518,14 +553,17 @@ fn old_foreign_claims_lapse_and_live_ones_are_left_alone() {
     claim_due(&mut conn, Utc::now(), 1, "alive").unwrap();
     let before = whole_row(&mut conn, live.outbox_id);
     let running = dispatcher(&db, idempotent("a", |_| Dispatched::completed()))
-        .with_lease(Duration::from_secs(1))
+        .with_maintenance_interval(Duration::from_secs(1))
         .start()
         .unwrap();
-    eventually(Duration::from_secs(30), "all completed", || {
+    eventually(Duration::from_secs(30), "all lapsed", || {
+        (running.stats().lapsed == 5_000).then_some(())
+    });
+    eventually(Duration::from_secs(60), "all completed", || {
         (with_status(&mut conn, "completed") == old.len() as i64).then_some(())
     });
     let stats = running.stats();
-    assert_eq!((stats.lapsed, stats.resent), (500, 500));
+    assert_eq!((stats.lapsed, stats.resent), (5_000, 5_000));
     assert_eq!(whole_row(&mut conn, live.outbox_id), before);
 }
 
