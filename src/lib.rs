@@ -64,6 +64,8 @@
 //!
 //! | to … | see |
 //! |---|---|
+//! | learn it from the beginning | [the tutorial](guide::tutorial) |
+//! | migrate a table that holds millions of rows | [a filled table](guide::filled_table) |
 //! | enqueue in your own transaction | [`enqueue`], [`enqueue_once`], [`enqueue_all`], [`OutboxEntry`] |
 //! | call the remote | [`OutboxSender`], [`Dispatched`] |
 //! | ask about unknown outcomes | [`OutboxReconciler`], [`Reconciled`] |
@@ -98,6 +100,7 @@ mod backoff;
 mod dispatcher;
 mod entry;
 mod error;
+pub mod guide;
 mod id;
 #[cfg(feature = "migrations")]
 pub mod migrations;
