@@ -97,6 +97,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
 
 mod backoff;
+mod claim;
 mod dispatcher;
 mod entry;
 mod error;
@@ -105,6 +106,7 @@ mod id;
 #[cfg(feature = "migrations")]
 pub mod migrations;
 mod postgres;
+mod probe;
 pub mod query;
 mod record;
 // Written by the diesel CLI.

@@ -5,10 +5,9 @@ use std::time::Duration;
 
 use crossbeam_channel::Receiver;
 
+pub(crate) use crate::claim::{Claim, Claimed, Fence, Outcome, Settlement, Verdict};
 use crate::error::StoreError;
-pub(crate) use crate::query::{
-    Answer, Claim, Claimed, Fence, Outcome, Probe, ProbeFence, Settlement, Verdict,
-};
+pub(crate) use crate::probe::{Answer, Probe, ProbeFence};
 use crate::record::OutboxRecord;
 
 /// A store that dispatchers work on.

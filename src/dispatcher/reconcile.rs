@@ -80,7 +80,7 @@ pub(crate) fn look(
 
 fn ask(shared: &Arc<Shared>, index: usize, question: Question) {
     let lane = &shared.lanes[index];
-    let row = question.0.outbox_id();
+    let row = question.0.outbox_id;
     let until = Instant::now() + lane.destination.send_timeout;
     shared.flights.ask(index, row, until);
     if lane.questions.0.try_send(question).is_err() {
@@ -114,7 +114,7 @@ fn answer_all(shared: &Arc<Shared>, index: usize) {
         };
         let Some(question) = question else { break };
         if shared.is_stopping() {
-            shared.flights.question_done(question.0.outbox_id());
+            shared.flights.question_done(question.0.outbox_id);
         } else if ask_one(shared, lane, reconciler.as_ref(), &question) == Thread::LeftBehind {
             lane.abandoned_questions.fetch_sub(1, Ordering::AcqRel);
             subtract(&shared.counters.abandoned, 1);
@@ -158,7 +158,7 @@ fn ask_one(
                 code::INVALID_CODE.to_owned()
             },
         },
-        Ok(Reconciled::Resend) if fence.attempt() >= lane.destination.max_attempts => {
+        Ok(Reconciled::Resend) if fence.attempts() >= lane.destination.max_attempts => {
             Answer::Park { delay: again() }
         }
         Ok(Reconciled::Resend) => Answer::Resend {
@@ -172,7 +172,7 @@ fn ask_one(
             Answer::Unresolved { delay: again() }
         }
     };
-    let in_time = shared.flights.question_answered(fence.outbox_id());
+    let in_time = shared.flights.question_answered(fence.outbox_id);
     // Late it is used all the same, unless somebody else has asked since.
     let _ = shared.reports.send(Report::Answer {
         fence: *fence,

@@ -213,7 +213,7 @@ fn answer(
                 }
             });
         }
-        shared.flights.question_done(fence.outbox_id());
+        shared.flights.question_done(fence.outbox_id);
     }
     if any {
         shared.ask_more();

@@ -146,7 +146,7 @@ impl Shared {
                 self.settle(index, fence, Outcome::GiveBack);
             }
             while let Ok((fence, _)) = lane.questions.1.try_recv() {
-                self.flights.question_done(fence.outbox_id());
+                self.flights.question_done(fence.outbox_id);
             }
         }
     }

@@ -13,7 +13,7 @@ use super::expression::{
     Beginning, Pending, after, instant_or, later_of, nextval, statement_timestamp,
 };
 use super::fault::{OrStoreError, Phase};
-use super::fence::Fence;
+use crate::claim::{Claim, Claimed, Fence};
 use crate::entry::{OutboxEntry, cut};
 use crate::error::{StoreError, code};
 use crate::schema::tf_outbox;
@@ -108,34 +108,6 @@ pub fn claim_due(
     // RETURNING has no order.
     entries.sort_by_key(|entry| (entry.created_at, entry.outbox_id));
     Ok(entries)
-}
-
-/// What the dispatcher claims with.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Claim<'a> {
-    pub(crate) destination: &'a str,
-    pub(crate) limit: usize,
-    pub(crate) worker_id: &'a str,
-    pub(crate) lease: Duration,
-    pub(crate) max_attempts: u32,
-}
-
-/// What a claim brought.
-#[derive(Debug, Default)]
-pub(crate) struct Claimed {
-    /// In the order in which they came due.
-    pub(crate) rows: Vec<(Fence, OutboxEntry)>,
-    /// Failed because they cannot be decoded.
-    pub(crate) corrupt: usize,
-    /// Failed because their attempts were spent before this claim.
-    pub(crate) exhausted: usize,
-}
-
-impl Claimed {
-    /// Rows that were due, whatever became of them.
-    pub(crate) fn found(&self) -> usize {
-        self.rows.len() + self.corrupt + self.exhausted
-    }
 }
 
 /// The dispatcher's claim: rows of one destination, in the order in which they

@@ -18,55 +18,14 @@ use super::check;
 use super::decode::{Kept, StatusText};
 use super::expression::{after, array_position, first_of, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
-use super::fence::Fence;
 use super::requeue::notify;
 use super::settle::claim_cleared;
+use crate::claim::{Fence, Outcome, Settlement, Verdict};
 use crate::error::StoreError;
 use crate::schema::tf_outbox;
 use crate::status::OutboxStatus;
 
 diesel::alias!(tf_outbox as held: Held);
-
-/// How a claimed row goes on.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Outcome {
-    Completed {
-        remote_ref: Option<String>,
-    },
-    Retry {
-        code: String,
-        delay: Duration,
-    },
-    Failed {
-        code: String,
-    },
-    Unknown {
-        code: Option<&'static str>,
-        remote_ref: Option<String>,
-    },
-    /// The call was not begun: the attempt is returned.
-    GiveBack,
-}
-
-/// A claim and how it ends.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Settlement {
-    pub(crate) fence: Fence,
-    pub(crate) outcome: Outcome,
-}
-
-/// What became of a settlement.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Verdict {
-    /// It is written, now or by an earlier COMMIT that did not answer.
-    Settled,
-    /// It is written, to a row whose outcome was unknown already.
-    Late,
-    /// Another transaction holds the row: try again.
-    Locked,
-    /// The claim is over, and another outcome stands. Nothing was written.
-    Lost,
-}
 
 /// The ids among `$ids`/`$seqs` that `$worker` holds, locked.
 macro_rules! mine {

@@ -19,7 +19,6 @@ mod decode;
 mod enqueue;
 mod expression;
 mod fault;
-mod fence;
 mod fenced;
 mod lapse;
 mod probe;
@@ -35,13 +34,10 @@ pub use read::{get, list_for_command};
 pub use requeue::{redrive, release_expired_claims, reschedule};
 pub use settle::{mark_completed, mark_failed, mark_outcome_unknown};
 
-pub(crate) use claim::{Claim, Claimed, claim, next_due};
+pub(crate) use claim::{claim, next_due};
 pub(crate) use fault::{OrStoreError, Phase, connection_fault};
-pub(crate) use fence::Fence;
-pub(crate) use fenced::{Outcome, Settlement, Verdict, renew, settle};
+pub(crate) use fenced::{renew, settle};
 pub(crate) use lapse::{WORKER_PREFIX, lapse, stamp_unknown};
-pub(crate) use probe::{
-    Answer, Probe, ProbeFence, answer, claim_probes, park_exhausted, resend_ripe,
-};
+pub(crate) use probe::{answer, claim_probes, park_exhausted, resend_ripe};
 pub(crate) use requeue::CHANNEL;
 pub(crate) use transaction::transaction;

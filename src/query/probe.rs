@@ -1,8 +1,6 @@
 //! Reconciliation: asking about rows whose outcome is unknown, and settling
 //! them with the answer.
 
-use std::time::Duration;
-
 use chrono::{DateTime, Utc};
 use diesel::dsl::array;
 use diesel::pg::PgConnection;
@@ -15,77 +13,13 @@ use super::decode::{ENTRY, EntryRow, META, MetaRow, StatusText, record};
 use super::expression::{OutcomeUnknown, after, array_position, before, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
 use super::requeue::notify;
-use crate::backoff::Backoff;
 use crate::error::{StoreError, code};
+use crate::probe::{Answer, Probe, ProbeFence};
 use crate::record::OutboxRecord;
 use crate::schema::tf_outbox;
 use crate::status::OutboxStatus;
 
 diesel::alias!(tf_outbox as held: Held);
-
-/// Which rows to ask about.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Probe<'a> {
-    pub(crate) destination: &'a str,
-    /// How long a row must have been unknown.
-    pub(crate) settle_delay: Duration,
-    /// How long it must have been time to ask.
-    pub(crate) due_for: Duration,
-    /// How long the asker has for its answer: nobody else asks meanwhile.
-    pub(crate) answer_within: Duration,
-    /// When to ask again, by the number of times asked.
-    pub(crate) backoff: &'a Backoff,
-    pub(crate) limit: i64,
-    /// Rows whose call still runs in this process, or that it is asking about.
-    pub(crate) except: &'a [Uuid],
-    pub(crate) max_attempts: u32,
-}
-
-/// What an answer must match: the episode of uncertainty that it is about.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ProbeFence {
-    outbox_id: Uuid,
-    seq: Option<i64>,
-    attempt: i32,
-    probe: i32,
-}
-
-impl ProbeFence {
-    pub(crate) const fn outbox_id(self) -> Uuid {
-        self.outbox_id
-    }
-
-    pub(crate) const fn attempt(self) -> u32 {
-        self.attempt.unsigned_abs()
-    }
-
-    /// How often the row has been asked about, this time included.
-    pub(crate) const fn asked(self) -> u32 {
-        self.probe.unsigned_abs()
-    }
-}
-
-/// What reconciliation decided.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Answer {
-    Completed,
-    Failed {
-        code: String,
-    },
-    Resend {
-        delay: Duration,
-    },
-    /// Stays unknown, to be asked about again after the delay.
-    Unresolved {
-        delay: Duration,
-    },
-    /// To be sent again, if there were attempts left: stays unknown, for an
-    /// operator. It is asked about again all the same: the remote may come to
-    /// know more.
-    Park {
-        delay: Duration,
-    },
-}
 
 /// Rows of the destination that have been unknown for long enough, in the order
 /// in which they became so, locked.

@@ -1,0 +1,98 @@
+//! Claims, what they bring and how they end: the words between a dispatcher and
+//! its store.
+
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use crate::entry::OutboxEntry;
+
+/// One claim of the dispatcher. `seq` is unique over rows and claims, so a batch
+/// is fenced by `outbox_id = ANY(ids) AND claim_seq = ANY(seqs)`: no pair other
+/// than those that were claimed can match.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Fence {
+    pub(crate) outbox_id: Uuid,
+    pub(crate) seq: i64,
+    /// The attempt count that the claim left. A foreign claim raises it and
+    /// leaves `claim_seq` alone, so that a late answer must match it as well.
+    pub(crate) attempt: i32,
+}
+
+impl Fence {
+    pub(crate) fn arrays<'a>(fences: impl IntoIterator<Item = &'a Self>) -> (Vec<Uuid>, Vec<i64>) {
+        fences
+            .into_iter()
+            .map(|fence| (fence.outbox_id, fence.seq))
+            .unzip()
+    }
+}
+
+/// What the dispatcher claims with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Claim<'a> {
+    pub(crate) destination: &'a str,
+    pub(crate) limit: usize,
+    pub(crate) worker_id: &'a str,
+    pub(crate) lease: Duration,
+    pub(crate) max_attempts: u32,
+}
+
+/// What a claim brought.
+#[derive(Debug, Default)]
+pub(crate) struct Claimed {
+    /// In the order in which they came due.
+    pub(crate) rows: Vec<(Fence, OutboxEntry)>,
+    /// Failed because they cannot be decoded.
+    pub(crate) corrupt: usize,
+    /// Failed because their attempts were spent before this claim.
+    pub(crate) exhausted: usize,
+}
+
+impl Claimed {
+    /// Rows that were due, whatever became of them.
+    pub(crate) fn found(&self) -> usize {
+        self.rows.len() + self.corrupt + self.exhausted
+    }
+}
+
+/// How a claimed row goes on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Completed {
+        remote_ref: Option<String>,
+    },
+    Retry {
+        code: String,
+        delay: Duration,
+    },
+    Failed {
+        code: String,
+    },
+    Unknown {
+        code: Option<&'static str>,
+        remote_ref: Option<String>,
+    },
+    /// The call was not begun: the attempt is returned.
+    GiveBack,
+}
+
+/// A claim and how it ends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Settlement {
+    pub(crate) fence: Fence,
+    pub(crate) outcome: Outcome,
+}
+
+/// What became of a settlement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// It is written, now or by an earlier COMMIT that did not answer.
+    Settled,
+    /// It is written, to a row whose outcome was unknown already.
+    Late,
+    /// Another transaction holds the row: try again.
+    Locked,
+    /// The claim is over, and another outcome stands. Nothing was written.
+    Lost,
+}

@@ -1,0 +1,68 @@
+//! Questions about unknown outcomes, and their answers: the words between a
+//! dispatcher and its store.
+
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use crate::backoff::Backoff;
+
+/// Which rows to ask about.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Probe<'a> {
+    pub(crate) destination: &'a str,
+    /// How long a row must have been unknown.
+    pub(crate) settle_delay: Duration,
+    /// How long it must have been time to ask.
+    pub(crate) due_for: Duration,
+    /// How long the asker has for its answer: nobody else asks meanwhile.
+    pub(crate) answer_within: Duration,
+    /// When to ask again, by the number of times asked.
+    pub(crate) backoff: &'a Backoff,
+    pub(crate) limit: i64,
+    /// Rows whose call still runs in this process, or that it is asking about.
+    pub(crate) except: &'a [Uuid],
+    pub(crate) max_attempts: u32,
+}
+
+/// What an answer must match: the episode of uncertainty that it is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ProbeFence {
+    pub(crate) outbox_id: Uuid,
+    pub(crate) seq: Option<i64>,
+    pub(crate) attempt: i32,
+    pub(crate) probe: i32,
+}
+
+impl ProbeFence {
+    pub(crate) const fn attempts(self) -> u32 {
+        self.attempt.unsigned_abs()
+    }
+
+    /// How often the row has been asked about, this time included.
+    pub(crate) const fn asked(self) -> u32 {
+        self.probe.unsigned_abs()
+    }
+}
+
+/// What reconciliation decided.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Answer {
+    Completed,
+    Failed {
+        code: String,
+    },
+    Resend {
+        delay: Duration,
+    },
+    /// Stays unknown, to be asked about again after the delay.
+    Unresolved {
+        delay: Duration,
+    },
+    /// To be sent again, if there were attempts left: stays unknown, for an
+    /// operator. It is asked about again all the same: the remote may come to
+    /// know more.
+    Park {
+        delay: Duration,
+    },
+}
