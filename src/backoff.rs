@@ -99,6 +99,11 @@ impl Backoff {
     }
 }
 
+/// A random wait from `least` to `most`.
+pub(crate) fn between(least: Duration, most: Duration) -> Duration {
+    least + most.saturating_sub(least).mul_f64(unit_random())
+}
+
 /// A random number in `0.0..1.0`, from the generator that makes our ids.
 fn unit_random() -> f64 {
     let bits = (uuid::Uuid::new_v4().as_u128() & u128::from(u32::MAX)) as u32;

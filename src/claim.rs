@@ -28,6 +28,18 @@ impl Fence {
     }
 }
 
+/// What a failed row means for the later rows of its ordering key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KeyPolicy {
+    /// They go on: each row stands for itself.
+    #[default]
+    Pass,
+    /// They wait until an operator sends the row again
+    /// ([`redrive`](crate::redrive)) or lets them pass
+    /// ([`skip_failed`](crate::skip_failed)).
+    Halt,
+}
+
 /// What the dispatcher claims with.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Claim<'a> {
@@ -36,6 +48,8 @@ pub(crate) struct Claim<'a> {
     pub(crate) worker_id: &'a str,
     pub(crate) lease: Duration,
     pub(crate) max_attempts: u32,
+    /// For rows that are failed instead of being handed out.
+    pub(crate) on_failure: KeyPolicy,
 }
 
 /// What a claim brought.
@@ -56,6 +70,40 @@ impl Claimed {
     }
 }
 
+/// What is due, of the destinations that were asked about.
+#[derive(Debug, Default)]
+pub(crate) struct Due {
+    /// Those that have rows without a key.
+    pub(crate) ready: Vec<String>,
+    /// Those that have rows with one; an earlier row may block them all.
+    pub(crate) keyed: Vec<String>,
+    /// How long until the next row that is not due yet falls due.
+    pub(crate) next: Option<Duration>,
+}
+
+/// What a look at the keyed rows of a destination says about the next one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Keys {
+    /// There is probably more to claim.
+    More,
+    /// Another dispatcher was looking; nothing was read.
+    Busy,
+    /// What is due waits for an earlier row of its key. Whatever ends that one
+    /// may tell nobody, so look again before long.
+    Blocked,
+    /// Nothing is due.
+    Idle,
+}
+
+/// A claim of keyed rows.
+#[derive(Debug)]
+pub(crate) struct KeyedClaim {
+    pub(crate) claimed: Claimed,
+    pub(crate) keys: Keys,
+    /// Where the next rotation through the keys starts: a hint, no state.
+    pub(crate) cursor: String,
+}
+
 /// How a claimed row goes on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Outcome {
@@ -68,6 +116,7 @@ pub(crate) enum Outcome {
     },
     Failed {
         code: String,
+        on_failure: KeyPolicy,
     },
     Unknown {
         code: Option<&'static str>,

@@ -24,7 +24,7 @@ use crate::status::OutboxStatus;
 /// # Ok::<(), diesel_outbox::StoreError>(())
 /// ```
 ///
-/// `Debug` shows neither payload, key nor headers.
+/// `Debug` shows neither payload, keys nor headers.
 #[derive(Clone, PartialEq)]
 #[non_exhaustive]
 pub struct OutboxEntry {
@@ -51,6 +51,9 @@ pub struct OutboxEntry {
     pub completed_at: Option<DateTime<Utc>>,
     /// What travels beside the payload, such as trace context.
     pub headers: Option<Map<String, Value>>,
+    /// Rows of one destination and key are begun one after another, oldest
+    /// first; `None` is in no order. 1 to 255 bytes.
+    pub ordering_key: Option<String>,
 }
 
 impl OutboxEntry {
@@ -82,6 +85,7 @@ impl OutboxEntry {
             created_at: cut(Utc::now()),
             completed_at: None,
             headers: None,
+            ordering_key: None,
         })
     }
 
@@ -105,6 +109,21 @@ impl OutboxEntry {
         self.headers
             .get_or_insert_default()
             .insert(name.into(), Value::String(value.into()));
+        self
+    }
+
+    /// Puts the row behind the others of its destination and this key: none of
+    /// them is begun while an earlier one is pending, dispatching or unknown.
+    ///
+    /// Earlier means (`created_at`, id) among the rows that are committed when
+    /// one is claimed; transactions that overlap have no promised order. A
+    /// failed row lets the later ones pass unless its destination says
+    /// [`KeyPolicy::Halt`](crate::KeyPolicy::Halt). One key is worked off by one
+    /// call at a time, so choose what must be in order (an order, an account)
+    /// and no more.
+    #[must_use]
+    pub fn ordering_key(mut self, key: impl Into<String>) -> Self {
+        self.ordering_key = Some(key.into());
         self
     }
 
@@ -152,10 +171,11 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn debug_shows_neither_payload_nor_key_nor_destination_nor_header() {
+    fn debug_shows_neither_payload_nor_keys_nor_destination_nor_header() {
         let entry = OutboxEntry::new("CANARY-d", "CANARY-k", &json!("CANARY-p"))
             .unwrap()
-            .header("CANARY-h", "CANARY-v");
+            .header("CANARY-h", "CANARY-v")
+            .ordering_key("CANARY-o");
         assert!(!format!("{entry:?}").contains("CANARY"));
     }
 

@@ -70,7 +70,7 @@
 //! | call the remote | [`OutboxSender`], [`Dispatched`] |
 //! | ask about unknown outcomes | [`OutboxReconciler`], [`Reconciled`] |
 //! | run the dispatcher | [`Dispatcher`], [`Destination`], [`Backoff`] |
-//! | act as an operator | [`get`], [`list_for_command`], [`mark_completed`], [`mark_failed`], [`reschedule`], [`redrive`] |
+//! | act as an operator | [`get`], [`list_for_command`], [`mark_completed`], [`mark_failed`], [`reschedule`], [`redrive`], [`skip_failed`] |
 //! | drive the outbox by hand | [`PgOutbox`], [`OutboxReader`], [`OutboxWriter`] |
 //! | understand an error | [`StoreError`] |
 //!
@@ -119,6 +119,7 @@ mod store;
 pub mod turnframe;
 
 pub use backoff::Backoff;
+pub use claim::KeyPolicy;
 pub use dispatcher::{
     ConfigError, Destination, Dispatcher, DispatcherBuilder, DispatcherHandle, Stats, StopReport,
 };
@@ -127,7 +128,7 @@ pub use error::{StoreError, code};
 pub use id::{CommandId, OutboxId};
 pub use query::{
     Enqueued, claim_due, enqueue, enqueue_all, enqueue_once, get, list_for_command, mark_completed,
-    mark_failed, mark_outcome_unknown, redrive, release_expired_claims, reschedule,
+    mark_failed, mark_outcome_unknown, redrive, release_expired_claims, reschedule, skip_failed,
 };
 pub use record::{OutboxClaim, OutboxRecord};
 pub use sender::{Dispatched, OutboxReconciler, OutboxSender, Reconciled};

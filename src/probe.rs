@@ -6,6 +6,7 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use crate::backoff::Backoff;
+use crate::claim::KeyPolicy;
 
 /// Which rows to ask about.
 #[derive(Debug, Clone, Copy)]
@@ -51,6 +52,7 @@ pub(crate) enum Answer {
     Completed,
     Failed {
         code: String,
+        on_failure: KeyPolicy,
     },
     Resend {
         delay: Duration,

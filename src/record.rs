@@ -43,6 +43,9 @@ pub struct OutboxRecord {
     pub probe_count: u32,
     /// Claims that lapsed since the last answer.
     pub lapse_count: u32,
+    /// On a failed row: the later rows of its ordering key wait until an operator
+    /// acts, by [`redrive`](crate::redrive) or [`skip_failed`](crate::skip_failed).
+    pub halts_key: bool,
 }
 
 impl fmt::Debug for OutboxRecord {
@@ -54,6 +57,7 @@ impl fmt::Debug for OutboxRecord {
             .field("unknown_since", &self.unknown_since)
             .field("probe_count", &self.probe_count)
             .field("lapse_count", &self.lapse_count)
+            .field("halts_key", &self.halts_key)
             .finish_non_exhaustive()
     }
 }

@@ -113,6 +113,12 @@ pub trait OutboxWriter: Send + Sync {
     /// # Errors
     /// As [`query::redrive`].
     fn redrive(&self, outbox_id: OutboxId) -> Result<(), StoreError>;
+
+    /// Lets later rows of its key pass a failed row. See [`query::skip_failed`].
+    ///
+    /// # Errors
+    /// As [`query::skip_failed`].
+    fn skip_failed(&self, outbox_id: OutboxId) -> Result<(), StoreError>;
 }
 
 /// Both halves of an outbox; there is nothing to implement.
@@ -350,5 +356,9 @@ impl OutboxWriter for PgOutbox {
 
     fn redrive(&self, outbox_id: OutboxId) -> Result<(), StoreError> {
         self.write(|conn| query::redrive(conn, outbox_id))
+    }
+
+    fn skip_failed(&self, outbox_id: OutboxId) -> Result<(), StoreError> {
+        self.write(|conn| query::skip_failed(conn, outbox_id))
     }
 }

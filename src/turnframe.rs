@@ -152,6 +152,7 @@ fn our_entry(entry: TheirEntry) -> Result<OutboxEntry, StoreError> {
         created_at: cut(entry.created_at),
         completed_at: entry.completed_at.map(cut),
         headers: None,
+        ordering_key: None,
     })
 }
 

@@ -6,6 +6,11 @@
 
 DROP TRIGGER IF EXISTS tf_outbox_wakeup ON tf_outbox;
 DROP FUNCTION IF EXISTS tf_outbox_notify();
+DROP FUNCTION IF EXISTS tf_outbox_heads(text, text[]);
+DROP FUNCTION IF EXISTS tf_outbox_keys(text, text, integer);
+DROP FUNCTION IF EXISTS tf_outbox_due_destinations(text[]);
+DROP FUNCTION IF EXISTS tf_outbox_due_keyed_destinations(text[]);
+DROP FUNCTION IF EXISTS tf_outbox_next_due(text[]);
 
 DO $$
 DECLARE
@@ -27,7 +32,7 @@ BEGIN
         RETURN;
     END IF;
 
-    DROP INDEX IF EXISTS tf_outbox_due, tf_outbox_ready, tf_outbox_unknown;
+    DROP INDEX IF EXISTS tf_outbox_due, tf_outbox_ready, tf_outbox_ready_keyed, tf_outbox_key, tf_outbox_unknown;
     ALTER TABLE tf_outbox
         DROP COLUMN IF EXISTS enqueued_at,
         DROP COLUMN IF EXISTS claim_seq,

@@ -49,8 +49,8 @@ COMMENT ON COLUMN tf_outbox.claim_seq IS 'The fence: one number for each claim e
 COMMENT ON COLUMN tf_outbox.claim_expires_at IS 'End of the lease that the claimer itself wrote, renewed with the claim.';
 COMMENT ON COLUMN tf_outbox.lapse_count IS 'Claims that lapsed since the last answer.';
 COMMENT ON COLUMN tf_outbox.unknown_since IS 'When the outcome became unknown, by the server''s clock.';
-COMMENT ON COLUMN tf_outbox.ordering_key IS 'Reserved for order per key.';
-COMMENT ON COLUMN tf_outbox.halts_key IS 'Reserved for order per key.';
+COMMENT ON COLUMN tf_outbox.ordering_key IS 'Rows of one destination and key are begun one after another, oldest first.';
+COMMENT ON COLUMN tf_outbox.halts_key IS 'On a failed row: later rows of its key wait for an operator.';
 COMMENT ON COLUMN tf_outbox.headers IS 'What travels beside the payload: trace context, content type. An object of strings.';
 COMMENT ON COLUMN tf_outbox.probe_count IS 'How often reconciliation has asked about this row.';
 
@@ -78,10 +78,22 @@ CREATE INDEX IF NOT EXISTS tf_outbox_claims
     ON tf_outbox (claim_taken_at)
     WHERE status = 'dispatching';
 
--- What the dispatcher claims, in the order in which rows came due.
+-- What the dispatcher claims, in the order in which rows came due. Apart for rows
+-- with a key and without: a pile that waits on one key stands in nobody's way.
 CREATE INDEX IF NOT EXISTS tf_outbox_ready
     ON tf_outbox (destination, greatest(enqueued_at, next_attempt_at), outbox_id)
-    WHERE status = 'pending';
+    WHERE status = 'pending' AND ordering_key IS NULL;
+
+CREATE INDEX IF NOT EXISTS tf_outbox_ready_keyed
+    ON tf_outbox (destination, greatest(enqueued_at, next_attempt_at), outbox_id)
+    WHERE status = 'pending' AND ordering_key IS NOT NULL;
+
+-- Order per key. False sorts first, so the first entry of a key says all: what
+-- blocks it (in flight, unknown, failed and halting), or else its head.
+CREATE INDEX IF NOT EXISTS tf_outbox_key
+    ON tf_outbox (destination, ordering_key, (status = 'pending'), created_at, outbox_id)
+    WHERE ordering_key IS NOT NULL
+      AND (status IN ('pending', 'dispatching', 'outcome_unknown') OR (halts_key AND status = 'failed'));
 
 -- What reconciliation looks through: normally empty.
 CREATE INDEX IF NOT EXISTS tf_outbox_unknown
@@ -99,7 +111,8 @@ BEGIN
       JOIN pg_catalog.pg_class c ON c.oid = i.indexrelid
      WHERE i.indrelid = to_regclass('tf_outbox') AND NOT i.indisvalid
        AND c.relname IN ('tf_outbox_due', 'tf_outbox_by_command', 'tf_outbox_claims',
-                         'tf_outbox_ready', 'tf_outbox_unknown');
+                         'tf_outbox_ready', 'tf_outbox_ready_keyed', 'tf_outbox_key',
+                         'tf_outbox_unknown');
     IF broken IS NOT NULL THEN
         RAISE EXCEPTION 'tf_outbox has an invalid index (%): drop it and run the migration again', broken;
     END IF;
@@ -114,6 +127,94 @@ ALTER TABLE tf_outbox SET (
     autovacuum_analyze_scale_factor = 0.02,
     autovacuum_analyze_threshold = 1000
 );
+
+-- What the dispatcher asks and typed Diesel cannot say. STABLE is load-bearing:
+-- the functions read with the snapshot of the calling statement. Their conditions
+-- repeat the predicates of the indexes word for word.
+
+-- The first entry of each key: its head, or what blocks it.
+CREATE OR REPLACE FUNCTION tf_outbox_heads(dest text, keys text[]) RETURNS SETOF uuid
+    LANGUAGE sql STABLE ROWS 100
+AS $$
+    SELECT (SELECT h.outbox_id
+              FROM tf_outbox h
+             WHERE h.destination = dest AND h.ordering_key = k AND h.ordering_key IS NOT NULL
+               AND (h.status IN ('pending', 'dispatching', 'outcome_unknown') OR (h.halts_key AND h.status = 'failed'))
+             ORDER BY h.destination, h.ordering_key, (h.status = 'pending'), h.created_at, h.outbox_id
+             LIMIT 1)
+      FROM unnest(keys) k
+$$;
+
+-- The next `n` keys after `after` that have rows in the index, each found by one
+-- descent.
+CREATE OR REPLACE FUNCTION tf_outbox_keys(dest text, after text, n integer) RETURNS text[]
+    LANGUAGE sql STABLE
+AS $$
+    WITH RECURSIVE k AS (
+        (SELECT o.ordering_key, 1 AS i
+           FROM tf_outbox o
+          WHERE o.destination = dest AND o.ordering_key > after AND o.ordering_key IS NOT NULL
+            AND (o.status IN ('pending', 'dispatching', 'outcome_unknown') OR (o.halts_key AND o.status = 'failed'))
+          ORDER BY o.destination, o.ordering_key
+          LIMIT 1)
+        UNION ALL
+        SELECT x.ordering_key, k.i + 1
+          FROM k
+         CROSS JOIN LATERAL (
+            SELECT o.ordering_key
+              FROM tf_outbox o
+             WHERE o.destination = dest AND o.ordering_key > k.ordering_key AND o.ordering_key IS NOT NULL
+               AND (o.status IN ('pending', 'dispatching', 'outcome_unknown') OR (o.halts_key AND o.status = 'failed'))
+             ORDER BY o.destination, o.ordering_key
+             LIMIT 1) x
+         WHERE k.i < n
+    )
+    SELECT coalesce(array_agg(k.ordering_key ORDER BY k.i), '{}') FROM k
+$$;
+
+-- Which of the destinations have due rows without a key, each by one descent.
+CREATE OR REPLACE FUNCTION tf_outbox_due_destinations(dests text[]) RETURNS text[]
+    LANGUAGE sql STABLE
+AS $$
+    SELECT coalesce(array_agg(d), '{}')
+      FROM unnest(dests) d
+     WHERE EXISTS (
+        SELECT FROM tf_outbox o
+         WHERE o.destination = d AND o.status = 'pending' AND o.ordering_key IS NULL
+           AND greatest(o.enqueued_at, o.next_attempt_at) <= statement_timestamp())
+$$;
+
+-- Which of them have due rows with a key.
+CREATE OR REPLACE FUNCTION tf_outbox_due_keyed_destinations(dests text[]) RETURNS text[]
+    LANGUAGE sql STABLE
+AS $$
+    SELECT coalesce(array_agg(d), '{}')
+      FROM unnest(dests) d
+     WHERE EXISTS (
+        SELECT FROM tf_outbox o
+         WHERE o.destination = d AND o.status = 'pending' AND o.ordering_key IS NOT NULL
+           AND greatest(o.enqueued_at, o.next_attempt_at) <= statement_timestamp())
+$$;
+
+-- When the next row of the destinations falls due that is not due yet.
+CREATE OR REPLACE FUNCTION tf_outbox_next_due(dests text[]) RETURNS timestamptz
+    LANGUAGE sql STABLE
+AS $$
+    SELECT least(
+        min((SELECT greatest(o.enqueued_at, o.next_attempt_at)
+               FROM tf_outbox o
+              WHERE o.destination = d AND o.status = 'pending' AND o.ordering_key IS NULL
+                AND greatest(o.enqueued_at, o.next_attempt_at) > statement_timestamp()
+              ORDER BY greatest(o.enqueued_at, o.next_attempt_at)
+              LIMIT 1)),
+        min((SELECT greatest(o.enqueued_at, o.next_attempt_at)
+               FROM tf_outbox o
+              WHERE o.destination = d AND o.status = 'pending' AND o.ordering_key IS NOT NULL
+                AND greatest(o.enqueued_at, o.next_attempt_at) > statement_timestamp()
+              ORDER BY greatest(o.enqueued_at, o.next_attempt_at)
+              LIMIT 1)))
+      FROM unnest(dests) d
+$$;
 
 -- Wakes idle dispatchers, for rows inserted by any driver. The notification
 -- carries nothing: the row is found by looking.

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use crossbeam_channel::Receiver;
 
-pub(crate) use crate::claim::{Claim, Claimed, Fence, Outcome, Settlement, Verdict};
+pub(crate) use crate::claim::{
+    Claim, Claimed, Due, Fence, KeyedClaim, Keys, Outcome, Settlement, Verdict,
+};
 use crate::error::StoreError;
 pub(crate) use crate::probe::{Answer, Probe, ProbeFence};
 use crate::record::OutboxRecord;
@@ -21,11 +23,15 @@ pub(crate) trait Backend: Send + Sync + 'static {
     fn listen(&self, closed: &Receiver<()>, nudge: &dyn Fn());
 }
 
-/// Each call is one transaction.
+/// Each call is one transaction or one statement.
 pub(crate) trait Session: Send {
+    /// Which of `destinations` have something due.
+    fn due(&mut self, destinations: &[String]) -> Result<Due, StoreError>;
+    /// Claims rows without an ordering key.
     fn claim(&mut self, claim: &Claim<'_>) -> Result<Claimed, StoreError>;
-    /// How long until the next row that is not due yet falls due.
-    fn next_due(&mut self, destination: &str) -> Result<Option<Duration>, StoreError>;
+    /// Claims rows with one, each the head of its key. `cursor` is what the last
+    /// call for the destination returned, at first empty.
+    fn claim_keyed(&mut self, claim: &Claim<'_>, cursor: &str) -> Result<KeyedClaim, StoreError>;
     fn settle(
         &mut self,
         worker_id: &str,

@@ -1,39 +1,77 @@
 //! Claiming rows for free workers.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, select};
 
-use super::backend::{Claim, Outcome, Session};
+use super::backend::{Claim, Claimed, Keys, Outcome, Session};
+use super::lane::Lane;
 use super::shared::{Shared, Trouble};
 use super::stats::add;
 use super::worker::ensure_workers;
+use crate::backoff;
 use crate::error::StoreError;
 
+/// What is due and keyed waits for an earlier row of its key. Whatever ends that
+/// one may tell nobody (another implementation, an operator), so this bounds the
+/// wait.
+const BLOCKED: Duration = Duration::from_millis(250);
+/// A look at blocked keys is not repeated sooner, unless a row of a key was
+/// settled here.
+const BLOCKED_LOOK: Duration = Duration::from_millis(10);
+/// Another dispatcher was looking: it is done within this range of waits.
+const BUSY: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(5)];
+
 /// What a look at all destinations found.
+#[derive(Debug)]
 pub(crate) struct Look {
     /// There may be more than was claimed, and room for it.
     pub(crate) more: bool,
     /// There may be more, whether or not there is room for it.
     pub(crate) full: bool,
-    /// When the next row falls due that is not due yet.
-    next_due: Option<Duration>,
+    /// When to look again if nothing is heard.
+    wait: Duration,
+}
+
+impl Look {
+    fn within(&mut self, wait: Duration) {
+        self.wait = self.wait.min(wait);
+    }
+}
+
+/// What is remembered from look to look of one destination's keyed rows: hints.
+#[derive(Debug, Default)]
+struct KeyedHints {
+    cursor: String,
+    /// When all that was due was blocked.
+    blocked_at: Option<Instant>,
+    /// Whether keyed rows have the first choice of the free slots.
+    first: bool,
+}
+
+/// Claims for the destinations that have free slots.
+pub(crate) struct Claimer<'a> {
+    shared: &'a Arc<Shared>,
+    session: &'a mut dyn Session,
+    keyed: Vec<KeyedHints>,
 }
 
 pub(crate) fn run(shared: &Arc<Shared>, wake: &Receiver<()>) {
     let mut session = shared.backend.session("claimer");
+    let mut claimer = Claimer::new(shared, session.as_mut());
     let mut trouble = Trouble::new("claimer");
     while !shared.is_stopping() {
-        let wait = match look(shared, session.as_mut()) {
+        let wait = match claimer.look() {
             Ok(Look { more: true, .. }) => {
                 trouble.works();
                 continue;
             }
-            Ok(Look { next_due, .. }) => {
+            Ok(Look { wait, .. }) => {
                 trouble.works();
-                next_due.map_or(shared.poll, |due| due.min(shared.poll))
+                wait
             }
             Err(error) => {
                 // Not cut short by a nudge: those come in plenty while the
@@ -51,31 +89,154 @@ pub(crate) fn run(shared: &Arc<Shared>, wake: &Receiver<()>) {
     }
 }
 
-/// Claims what there is room for, destination by destination.
-pub(crate) fn look(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<Look, StoreError> {
-    let mut found = Look {
-        more: false,
-        full: false,
-        next_due: None,
-    };
-    // Without leases that last, a claim is an unknown outcome in the making.
-    if !shared.renewing.load(Ordering::Acquire) {
-        return Ok(found);
-    }
-    for (index, lane) in shared.lanes.iter().enumerate() {
-        let free = lane.free(shared.batch);
-        if free == 0 || shared.is_stopping() {
-            found.full = true;
-            continue;
+impl<'a> Claimer<'a> {
+    pub(crate) fn new(shared: &'a Arc<Shared>, session: &'a mut dyn Session) -> Self {
+        let keyed = shared.lanes.iter().map(|_| KeyedHints::default()).collect();
+        Self {
+            shared,
+            session,
+            keyed,
         }
-        let lease_until = Instant::now() + shared.lease;
-        let claimed = session.claim(&Claim {
-            destination: &lane.destination.name,
-            limit: free,
-            worker_id: &shared.worker_id,
-            lease: shared.lease,
-            max_attempts: lane.destination.max_attempts,
-        })?;
+    }
+
+    /// Claims what there is room for: one statement tells which destinations have
+    /// something due, and a claim follows only for those.
+    pub(crate) fn look(&mut self) -> Result<Look, StoreError> {
+        let shared = self.shared;
+        let mut found = Look {
+            more: false,
+            full: false,
+            wait: shared.poll,
+        };
+        // Without leases that last, a claim is an unknown outcome in the making.
+        if !shared.renewing.load(Ordering::Acquire) {
+            return Ok(found);
+        }
+        let open: Vec<(usize, &Lane)> = shared
+            .lanes
+            .iter()
+            .enumerate()
+            .filter(|(_, lane)| lane.free(shared.batch) > 0)
+            .collect();
+        found.full = open.len() < shared.lanes.len();
+        if open.is_empty() {
+            return Ok(found);
+        }
+        let names: Vec<String> = open
+            .iter()
+            .map(|(_, lane)| lane.destination.name.clone())
+            .collect();
+        let due = self.session.due(&names)?;
+        if let Some(next) = due.next {
+            found.within(next);
+        }
+        let ready: HashSet<&str> = due.ready.iter().map(String::as_str).collect();
+        let keyed: HashSet<&str> = due.keyed.iter().map(String::as_str).collect();
+        for (index, lane) in open {
+            let name = lane.destination.name.as_str();
+            let is_ready = ready.contains(name);
+            if keyed.contains(name) {
+                // Neither kind starves the other of slots: they take turns.
+                let first = is_ready && std::mem::take(&mut self.keyed[index].first);
+                if is_ready && !first {
+                    self.claim_ready(index, &mut found)?;
+                    self.keyed[index].first = true;
+                }
+                self.claim_keyed(index, &mut found)?;
+                if first {
+                    self.claim_ready(index, &mut found)?;
+                }
+            } else if is_ready {
+                self.claim_ready(index, &mut found)?;
+            }
+        }
+        Ok(found)
+    }
+
+    fn claim_ready(&mut self, index: usize, found: &mut Look) -> Result<(), StoreError> {
+        let Some(limit) = self.room(index, found) else {
+            return Ok(());
+        };
+        let lease_until = Instant::now() + self.shared.lease;
+        let claimed = self.session.claim(&self.claim(index, limit))?;
+        let full = claimed.found() == limit;
+        self.hand_over(index, lease_until, claimed);
+        if full {
+            self.full(index, found);
+        }
+        Ok(())
+    }
+
+    fn claim_keyed(&mut self, index: usize, found: &mut Look) -> Result<(), StoreError> {
+        let lane = &self.shared.lanes[index];
+        // Rows in hand may be what blocks: when they are settled there is more.
+        let holding = self.shared.flights.len() > 0;
+        let freed = lane.key_freed.swap(false, Ordering::AcqRel);
+        if let Some(at) = self.keyed[index].blocked_at
+            && !freed
+            && at.elapsed() < BLOCKED_LOOK
+        {
+            found.full = true;
+            found.within(BLOCKED_LOOK.saturating_sub(at.elapsed()));
+            return Ok(());
+        }
+        let Some(limit) = self.room(index, found) else {
+            return Ok(());
+        };
+        let lease_until = Instant::now() + self.shared.lease;
+        let claim = self.claim(index, limit);
+        let answer = self
+            .session
+            .claim_keyed(&claim, &self.keyed[index].cursor)?;
+        self.keyed[index].cursor = answer.cursor;
+        self.keyed[index].blocked_at = (answer.keys == Keys::Blocked).then(Instant::now);
+        self.hand_over(index, lease_until, answer.claimed);
+        match answer.keys {
+            Keys::More => self.full(index, found),
+            Keys::Busy => {
+                found.full = true;
+                found.within(backoff::between(BUSY[0], BUSY[1]));
+            }
+            Keys::Blocked => {
+                found.full |= holding || self.shared.flights.len() > 0;
+                found.within(BLOCKED);
+            }
+            Keys::Idle => {}
+        }
+        Ok(())
+    }
+
+    /// How many rows may be claimed, if any.
+    fn room(&self, index: usize, found: &mut Look) -> Option<usize> {
+        let free = self.shared.lanes[index].free(self.shared.batch);
+        if free == 0 || self.shared.is_stopping() {
+            found.full = true;
+            return None;
+        }
+        Some(free)
+    }
+
+    fn full(&self, index: usize, found: &mut Look) {
+        found.full = true;
+        found.more |= self.shared.lanes[index].free(self.shared.batch) > 0;
+    }
+
+    fn claim(&self, index: usize, limit: usize) -> Claim<'a> {
+        let destination = &self.shared.lanes[index].destination;
+        Claim {
+            destination: &destination.name,
+            limit,
+            worker_id: &self.shared.worker_id,
+            lease: self.shared.lease,
+            max_attempts: destination.max_attempts,
+            on_failure: destination.on_failure,
+        }
+    }
+
+    /// Gives claimed rows to the workers of their destination.
+    fn hand_over(&self, index: usize, lease_until: Instant, claimed: Claimed) {
+        let shared = self.shared;
+        let lane = &shared.lanes[index];
         add(&shared.counters.claimed, claimed.found());
         add(&shared.counters.failed, claimed.corrupt + claimed.exhausted);
         if claimed.corrupt > 0 {
@@ -84,17 +245,11 @@ pub(crate) fn look(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<Lo
                 "rows that cannot be decoded are failed"
             );
         }
-        if claimed.found() == free {
-            found.full = true;
-            found.more |= lane.free(shared.batch) > claimed.rows.len();
-        } else if let Some(due) = session.next_due(&lane.destination.name)? {
-            found.next_due = Some(found.next_due.map_or(due, |next| next.min(due)));
-        }
-        shared.flights.add(
-            index,
-            lease_until,
-            claimed.rows.iter().map(|(fence, _)| *fence),
-        );
+        let held = claimed
+            .rows
+            .iter()
+            .map(|(fence, entry)| (*fence, entry.ordering_key.is_some()));
+        shared.flights.add(index, lease_until, held);
         lane.outstanding
             .fetch_add(claimed.rows.len(), Ordering::AcqRel);
         for (fence, entry) in claimed.rows {
@@ -105,5 +260,4 @@ pub(crate) fn look(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<Lo
         }
         ensure_workers(shared, index);
     }
-    Ok(found)
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::config::ConfigError;
 use crate::backoff::Backoff;
+use crate::claim::KeyPolicy;
 use crate::sender::{OutboxReconciler, OutboxSender};
 
 /// What becomes of a row whose outcome is unknown: the destination's choice,
@@ -39,6 +40,7 @@ pub struct Destination {
     pub(crate) probes: usize,
     pub(crate) max_attempts: u32,
     pub(crate) max_abandoned: usize,
+    pub(crate) on_failure: KeyPolicy,
 }
 
 impl Destination {
@@ -83,6 +85,7 @@ impl Destination {
             probes: 4,
             max_attempts: 20,
             max_abandoned: 8,
+            on_failure: KeyPolicy::Pass,
         }
     }
 
@@ -160,6 +163,14 @@ impl Destination {
     /// refused. Default 8: as many as work at once.
     pub fn with_max_abandoned(mut self, threads: usize) -> Self {
         self.max_abandoned = threads;
+        self
+    }
+
+    /// What a failed row means for the later rows of its ordering key. It says
+    /// nothing about rows without one. Default [`KeyPolicy::Pass`]: a row that the
+    /// remote refuses holds up nobody for ever.
+    pub fn on_failure(mut self, policy: KeyPolicy) -> Self {
+        self.on_failure = policy;
         self
     }
 

@@ -23,6 +23,8 @@ enum Step {
 struct Flight {
     fence: Fence,
     lane: usize,
+    /// Whether later rows of an ordering key wait for it.
+    keyed: bool,
     lease_until: Instant,
     step: Step,
 }
@@ -89,15 +91,16 @@ impl Flights {
         &self,
         lane: usize,
         lease_until: Instant,
-        fences: impl Iterator<Item = Fence>,
+        fences: impl Iterator<Item = (Fence, bool)>,
     ) {
         let mut inner = self.lock();
-        for fence in fences {
+        for (fence, keyed) in fences {
             inner.flights.insert(
                 fence.seq,
                 Flight {
                     fence,
                     lane,
+                    keyed,
                     lease_until,
                     step: Step::Waiting,
                 },
@@ -177,10 +180,12 @@ impl Flights {
         given
     }
 
-    /// The outcome is committed, or lost.
-    pub(crate) fn done(&self, fence: Fence) {
-        self.lock().flights.remove(&fence.seq);
+    /// The outcome is committed, or lost. Returns whether the row had an ordering
+    /// key.
+    pub(crate) fn done(&self, fence: Fence) -> bool {
+        let flight = self.lock().flights.remove(&fence.seq);
         self.changed.notify_all();
+        flight.is_some_and(|flight| flight.keyed)
     }
 
     /// Whether the lease of a claim is over as far as we know.
@@ -316,7 +321,11 @@ mod tests {
 
     fn one_waiting(lease_left: Duration) -> Flights {
         let flights = Flights::default();
-        flights.add(0, Instant::now() + lease_left, [fence(1)].into_iter());
+        flights.add(
+            0,
+            Instant::now() + lease_left,
+            [(fence(1), false)].into_iter(),
+        );
         flights
     }
 

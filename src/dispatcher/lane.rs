@@ -34,6 +34,8 @@ pub(crate) struct Lane {
     pub(crate) abandoned_questions: AtomicUsize,
     /// Whether the last look found more to ask about than there was room for.
     pub(crate) more_questions: AtomicBool,
+    /// A row with an ordering key was settled: the next of its key may go.
+    pub(crate) key_freed: AtomicBool,
     /// Whether the cap of abandoned threads has been logged.
     pub(crate) capped: AtomicBool,
     /// A running mean of the duration of calls, in µs.
@@ -52,6 +54,7 @@ impl Lane {
             reconcilers: AtomicUsize::new(0),
             abandoned_questions: AtomicUsize::new(0),
             more_questions: AtomicBool::new(false),
+            key_freed: AtomicBool::new(false),
             capped: AtomicBool::new(false),
             mean_call: AtomicU64::new(u64::MAX),
             destination,

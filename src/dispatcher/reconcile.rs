@@ -115,7 +115,7 @@ fn answer_all(shared: &Arc<Shared>, index: usize) {
         let Some(question) = question else { break };
         if shared.is_stopping() {
             shared.flights.question_done(question.0.outbox_id);
-        } else if ask_one(shared, lane, reconciler.as_ref(), &question) == Thread::LeftBehind {
+        } else if ask_one(shared, index, reconciler.as_ref(), &question) == Thread::LeftBehind {
             lane.abandoned_questions.fetch_sub(1, Ordering::AcqRel);
             subtract(&shared.counters.abandoned, 1);
             return;
@@ -141,10 +141,11 @@ pub(crate) fn give_up(shared: &Shared, now: Option<Instant>) -> Vec<usize> {
 /// Returns whether the thread still has its place.
 fn ask_one(
     shared: &Arc<Shared>,
-    lane: &Lane,
+    index: usize,
     reconciler: &dyn OutboxReconciler,
     (fence, record): &Question,
 ) -> Thread {
+    let lane = &shared.lanes[index];
     add(&shared.counters.probes, 1);
     let again = || lane.destination.probe_backoff.jittered(fence.asked());
     let reconciled = catch_unwind(AssertUnwindSafe(|| reconciler.reconcile(record)));
@@ -157,6 +158,7 @@ fn ask_one(
                 tracing::warn!("a reason that is not a stable code was replaced");
                 code::INVALID_CODE.to_owned()
             },
+            on_failure: lane.destination.on_failure,
         },
         Ok(Reconciled::Resend) if fence.attempts() >= lane.destination.max_attempts => {
             Answer::Park { delay: again() }
@@ -175,6 +177,7 @@ fn ask_one(
     let in_time = shared.flights.question_answered(fence.outbox_id);
     // Late it is used all the same, unless somebody else has asked since.
     let _ = shared.reports.send(Report::Answer {
+        lane: index,
         fence: *fence,
         answer,
     });

@@ -186,10 +186,11 @@ fn conclude(
         }
     }
     if outcome.slot {
-        shared.lanes[outcome.lane]
-            .outstanding
-            .fetch_sub(1, Ordering::AcqRel);
-        shared.flights.done(outcome.settlement.fence);
+        let lane = &shared.lanes[outcome.lane];
+        lane.outstanding.fetch_sub(1, Ordering::AcqRel);
+        if shared.flights.done(outcome.settlement.fence) {
+            lane.key_freed.store(true, Ordering::Release);
+        }
     }
 }
 
@@ -203,13 +204,21 @@ fn answer(
     let mut result = Ok(());
     let any = !answers.is_empty();
     for report in answers.drain(..) {
-        let Report::Answer { fence, answer } = report else {
+        let Report::Answer {
+            lane,
+            fence,
+            answer,
+        } = report
+        else {
             continue;
         };
         if result.is_ok() {
             result = session.answer(fence, &answer).map(|written| {
                 if written {
                     count_answer(shared, &answer);
+                    // The row may have held back others of its key.
+                    shared.lanes[lane].key_freed.store(true, Ordering::Release);
+                    shared.nudge();
                 }
             });
         }
@@ -232,10 +241,7 @@ fn count_answer(shared: &Shared, answer: &Answer) {
             add(&counters.failed, 1);
             add(&counters.reconciled, 1);
         }
-        Answer::Resend { .. } => {
-            add(&counters.resent, 1);
-            shared.nudge();
-        }
+        Answer::Resend { .. } => add(&counters.resent, 1),
         Answer::Unresolved { .. } | Answer::Park { .. } => {}
     }
 }

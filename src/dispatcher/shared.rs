@@ -22,6 +22,7 @@ pub(crate) enum Report {
         slot: bool,
     },
     Answer {
+        lane: usize,
         fence: ProbeFence,
         answer: Answer,
     },

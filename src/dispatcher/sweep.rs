@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::Receiver;
 
 use super::backend::Session;
+use super::claimer::Claimer;
 use super::handle::DispatcherHandle;
+use super::maintenance;
 use super::shared::{Ends, Shared};
 use super::stats::Stats;
-use super::{claimer, maintenance};
 use crate::error::StoreError;
 
 /// How often to see whether there is room again.
@@ -43,7 +44,8 @@ fn sweep(
         // Each row is asked about once.
         maintenance::ask_on(shared, session, begun.elapsed())?;
     }
-    while claimer::look(shared, session)?.full {
+    let mut claimer = Claimer::new(shared, session);
+    while claimer.look()?.full {
         let held = shared.flights.len();
         shared
             .flights

@@ -84,7 +84,7 @@ fn call(shared: &Arc<Shared>, index: usize, (fence, entry): Job) -> Thread {
     let answer = catch_unwind(AssertUnwindSafe(|| lane.destination.sender.send(&entry)));
     lane.called(begun.elapsed());
     let outcome = match answer {
-        Ok(dispatched) => outcome(shared, lane, fence, dispatched),
+        Ok(dispatched) => outcome(lane, fence, dispatched),
         Err(panic) => {
             // Dropping what was thrown may run code of the sender's, and panic.
             std::mem::forget(panic);
@@ -108,14 +108,14 @@ fn call(shared: &Arc<Shared>, index: usize, (fence, entry): Job) -> Thread {
 }
 
 /// What a sender says can always be stored.
-fn outcome(shared: &Shared, lane: &Lane, fence: Fence, dispatched: Dispatched) -> Outcome {
-    let _ = shared;
+fn outcome(lane: &Lane, fence: Fence, dispatched: Dispatched) -> Outcome {
     match dispatched {
         Dispatched::Completed { remote_ref } => Outcome::Completed {
             remote_ref: storable_ref(fence, remote_ref),
         },
         Dispatched::Permanent { code } => Outcome::Failed {
             code: stable_code(fence, code),
+            on_failure: lane.destination.on_failure,
         },
         Dispatched::Unknown { remote_ref } => Outcome::Unknown {
             code: None,
@@ -125,7 +125,10 @@ fn outcome(shared: &Shared, lane: &Lane, fence: Fence, dispatched: Dispatched) -
             let code = stable_code(fence, code);
             let attempt = fence.attempt.unsigned_abs();
             if attempt >= lane.destination.max_attempts {
-                Outcome::Failed { code }
+                Outcome::Failed {
+                    code,
+                    on_failure: lane.destination.on_failure,
+                }
             } else {
                 let delay = lane.destination.backoff.jittered(attempt);
                 Outcome::Retry { code, delay }

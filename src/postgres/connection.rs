@@ -16,6 +16,13 @@ const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; \
      SET LOCAL lock_timeout = '2s'; \
      SET LOCAL statement_timeout = '10s'";
 
+/// The same for a transaction that others queue behind: a process that is frozen
+/// in it holds up the keyed claims of its destination this long.
+const BEGIN_SHORT: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; \
+     SET LOCAL idle_in_transaction_session_timeout = '2s'; \
+     SET LOCAL lock_timeout = '2s'; \
+     SET LOCAL statement_timeout = '10s'";
+
 /// Connection options that we add where the user has not set them: a peer that
 /// is gone without a word is noticed within half a minute, and no connect waits
 /// for ever.
@@ -62,9 +69,30 @@ impl Connection {
         &mut self,
         operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        let result = self
-            .get()
-            .and_then(|conn| transaction(conn, BEGIN, operation));
+        self.run(|conn| transaction(conn, BEGIN, operation))
+    }
+
+    /// One that holds a lock which others need.
+    pub(super) fn short_transaction<T>(
+        &mut self,
+        operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        self.run(|conn| transaction(conn, BEGIN_SHORT, operation))
+    }
+
+    /// One statement that only reads.
+    pub(super) fn statement<T>(
+        &mut self,
+        operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        self.run(operation)
+    }
+
+    fn run<T>(
+        &mut self,
+        operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let result = self.get().and_then(operation);
         // Of these we cannot tell in what state they left the connection; a new
         // one is cheap beside the wait that follows a failure.
         if result.is_err() {

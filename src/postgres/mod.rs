@@ -10,7 +10,8 @@ use diesel::pg::PgConnection;
 
 use self::connection::Connection;
 use crate::dispatcher::backend::{
-    Answer, Backend, Claim, Claimed, Fence, Probe, ProbeFence, Session, Settlement, Verdict,
+    Answer, Backend, Claim, Claimed, Due, Fence, KeyedClaim, Probe, ProbeFence, Session,
+    Settlement, Verdict,
 };
 use crate::error::StoreError;
 use crate::query;
@@ -55,12 +56,18 @@ impl PgSession {
 }
 
 impl Session for PgSession {
-    fn claim(&mut self, claim: &Claim<'_>) -> Result<Claimed, StoreError> {
-        self.transaction(|conn| query::claim(conn, claim))
+    fn due(&mut self, destinations: &[String]) -> Result<Due, StoreError> {
+        self.connection
+            .statement(|conn| query::due(conn, destinations))
     }
 
-    fn next_due(&mut self, destination: &str) -> Result<Option<Duration>, StoreError> {
-        self.transaction(|conn| query::next_due(conn, destination))
+    fn claim(&mut self, claim: &Claim<'_>) -> Result<Claimed, StoreError> {
+        self.transaction(|conn| query::claim_ready(conn, claim))
+    }
+
+    fn claim_keyed(&mut self, claim: &Claim<'_>, cursor: &str) -> Result<KeyedClaim, StoreError> {
+        self.connection
+            .short_transaction(|conn| query::claim_keyed(conn, claim, cursor))
     }
 
     fn settle(

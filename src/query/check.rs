@@ -32,6 +32,9 @@ pub(crate) fn entry(entry: &OutboxEntry, max_payload: usize) -> Result<(), Store
     }
     label("destination", &entry.destination, LABEL_BYTES)?;
     label("idempotency_key", &entry.idempotency_key, KEY_BYTES)?;
+    if let Some(key) = &entry.ordering_key {
+        label("ordering_key", key, LABEL_BYTES)?;
+    }
     attempts(entry.attempt_count)?;
     instant("created_at", entry.created_at)?;
     for (field, at) in [
@@ -134,6 +137,11 @@ impl io::Write for ByteCount {
     }
 }
 
+/// A number of rows as the database takes it; one beyond its range saturates.
+pub(crate) fn limit(rows: usize) -> i64 {
+    i64::try_from(rows).unwrap_or(i64::MAX)
+}
+
 /// A length of time as the database takes it; one beyond its range saturates.
 pub(crate) fn interval(duration: Duration) -> PgInterval {
     // A hundred years: no instant that is a century off means anything here,
@@ -175,6 +183,14 @@ mod tests {
             invalid("idempotency_key")
         );
         assert_eq!(
+            refusal(|e| e.ordering_key = Some("k".repeat(256))),
+            invalid("ordering_key")
+        );
+        assert_eq!(
+            refusal(|e| e.ordering_key = Some(String::new())),
+            invalid("ordering_key")
+        );
+        assert_eq!(
             refusal(|e| e.payload = json!("x".repeat(MAX_PAYLOAD_BYTES))),
             invalid("payload")
         );
@@ -193,6 +209,10 @@ mod tests {
         assert_eq!(
             refusal(|e| e.idempotency_key = "\0".into()),
             unencodable("idempotency_key")
+        );
+        assert_eq!(
+            refusal(|e| e.ordering_key = Some("\0".into())),
+            unencodable("ordering_key")
         );
         assert_eq!(
             refusal(|e| e.headers = Some([("h".to_owned(), json!("\0"))].into_iter().collect())),

@@ -73,6 +73,7 @@ pub(crate) type EntryColumns = (
     tf_outbox::created_at,
     tf_outbox::completed_at,
     tf_outbox::headers,
+    tf_outbox::ordering_key,
 );
 
 /// See [`EntryColumns`].
@@ -88,6 +89,7 @@ pub(crate) const ENTRY: EntryColumns = (
     tf_outbox::created_at,
     tf_outbox::completed_at,
     tf_outbox::headers,
+    tf_outbox::ordering_key,
 );
 
 /// [`ENTRY`] as it comes.
@@ -104,6 +106,7 @@ pub(crate) struct EntryRow {
     created_at: Kept<DateTime<Utc>>,
     completed_at: Kept<Option<DateTime<Utc>>>,
     headers: Kept<Option<Value>>,
+    ordering_key: Kept<Option<String>>,
 }
 
 impl EntryRow {
@@ -120,6 +123,7 @@ impl EntryRow {
             created_at: self.created_at.read("created_at")?,
             completed_at: self.completed_at.read("completed_at")?,
             headers: headers(self.headers.read("headers")?)?,
+            ordering_key: self.ordering_key.read("ordering_key")?,
         })
     }
 }
@@ -134,6 +138,7 @@ pub(crate) type MetaColumns = (
     tf_outbox::unknown_since,
     tf_outbox::probe_count,
     tf_outbox::lapse_count,
+    tf_outbox::halts_key,
 );
 
 /// See [`MetaColumns`].
@@ -146,6 +151,7 @@ pub(crate) const META: MetaColumns = (
     tf_outbox::unknown_since,
     tf_outbox::probe_count,
     tf_outbox::lapse_count,
+    tf_outbox::halts_key,
 );
 
 /// [`META`] as it comes.
@@ -159,6 +165,7 @@ pub(crate) struct MetaRow {
     unknown_since: Kept<Option<DateTime<Utc>>>,
     probe_count: i32,
     lapse_count: i32,
+    halts_key: bool,
 }
 
 /// A record from its two halves and the server's clock.
@@ -185,6 +192,7 @@ pub(crate) fn record(
         unknown_for: unknown_since.map(|since| (now - since).to_std().unwrap_or_default()),
         probe_count: count(meta.probe_count, "probe_count")?,
         lapse_count: count(meta.lapse_count, "lapse_count")?,
+        halts_key: meta.halts_key,
     })
 }
 

@@ -163,6 +163,7 @@ struct NewRow<'a> {
     created_at: chrono::DateTime<chrono::Utc>,
     completed_at: Option<chrono::DateTime<chrono::Utc>>,
     headers: Option<Value>,
+    ordering_key: Option<&'a str>,
 }
 
 impl<'a> NewRow<'a> {
@@ -180,6 +181,7 @@ impl<'a> NewRow<'a> {
             created_at: cut(entry.created_at),
             completed_at: entry.completed_at.map(cut),
             headers: entry.headers.clone().map(Value::Object),
+            ordering_key: entry.ordering_key.as_deref(),
         })
     }
 }

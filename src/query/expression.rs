@@ -5,7 +5,9 @@ use diesel::expression::{AppearsOnTable, Expression, SelectableExpression, Valid
 use diesel::pg::Pg;
 use diesel::query_builder::{AstPass, QueryFragment, QueryId};
 use diesel::result::QueryResult;
-use diesel::sql_types::{Array, Interval, Nullable, SingleValue, SqlType, Text, Timestamptz, Uuid};
+use diesel::sql_types::{
+    Array, Integer, Interval, Nullable, SingleValue, SqlType, Text, Timestamptz, Uuid,
+};
 
 diesel::define_sql_function! {
     /// The server's clock at the start of the statement. Stable, so that it can
@@ -35,6 +37,42 @@ diesel::define_sql_function! {
     /// `instant - interval`, for operands that Diesel knows no `-` for.
     #[sql_name = "timestamptz_mi_interval"]
     fn before(instant: Timestamptz, delay: Interval) -> Timestamptz;
+}
+
+diesel::define_sql_function! {
+    /// The first entry of each key: its head, or what blocks it. A set-returning
+    /// function of the migration, to stand in `ARRAY(SELECT …)`.
+    fn tf_outbox_heads(destination: Text, keys: Array<Text>) -> Uuid;
+}
+
+diesel::define_sql_function! {
+    /// The next `n` keys after `after` that have open rows.
+    fn tf_outbox_keys(destination: Text, after: Text, n: Integer) -> Array<Text>;
+}
+
+diesel::define_sql_function! {
+    /// Which destinations have due rows without a key.
+    fn tf_outbox_due_destinations(destinations: Array<Text>) -> Array<Text>;
+}
+
+diesel::define_sql_function! {
+    /// Which destinations have due rows with a key.
+    fn tf_outbox_due_keyed_destinations(destinations: Array<Text>) -> Array<Text>;
+}
+
+diesel::define_sql_function! {
+    /// When the next row that is not due yet falls due.
+    fn tf_outbox_next_due(destinations: Array<Text>) -> Nullable<Timestamptz>;
+}
+
+diesel::define_sql_function! {
+    /// Takes a lock until the end of the transaction, unless somebody has it.
+    fn pg_try_advisory_xact_lock(class: Integer, object: Integer) -> Bool;
+}
+
+diesel::define_sql_function! {
+    /// A number for a text.
+    fn hashtext(text: Text) -> Integer;
 }
 
 diesel::define_sql_function! {

@@ -11,7 +11,7 @@ use diesel::dsl::array;
 use diesel::pg::PgConnection;
 use diesel::pg::data_types::PgInterval;
 use diesel::prelude::*;
-use diesel::sql_types::{Array, Interval, Text};
+use diesel::sql_types::{Array, Bool, Interval, Text};
 use uuid::Uuid;
 
 use super::check;
@@ -20,7 +20,7 @@ use super::expression::{after, array_position, first_of, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
 use super::requeue::notify;
 use super::settle::claim_cleared;
-use crate::claim::{Fence, Outcome, Settlement, Verdict};
+use crate::claim::{Fence, KeyPolicy, Outcome, Settlement, Verdict};
 use crate::error::StoreError;
 use crate::schema::tf_outbox;
 use crate::status::OutboxStatus;
@@ -195,13 +195,16 @@ fn fail(
     worker_id: &str,
     settlements: &[Settlement],
 ) -> Result<Vec<Uuid>, StoreError> {
-    let (fences, codes): (Vec<&Fence>, Vec<&str>) = settlements
-        .iter()
-        .filter_map(|s| match &s.outcome {
-            Outcome::Failed { code } => Some((&s.fence, code.as_str())),
-            _ => None,
-        })
-        .unzip();
+    let mut fences = Vec::new();
+    let mut codes: Vec<&str> = Vec::new();
+    let mut halts: Vec<bool> = Vec::new();
+    for settlement in settlements {
+        if let Outcome::Failed { code, on_failure } = &settlement.outcome {
+            fences.push(&settlement.fence);
+            codes.push(code);
+            halts.push(*on_failure == KeyPolicy::Halt);
+        }
+    }
     let (ids, seqs) = Fence::arrays(fences);
     if ids.is_empty() {
         return Ok(Vec::new());
@@ -213,6 +216,9 @@ fn fail(
         tf_outbox::status.eq(StatusText(OutboxStatus::Failed)),
         tf_outbox::completed_at.eq(statement_timestamp().nullable()),
         tf_outbox::last_failure.eq(of_row!(codes, Text, &ids).nullable()),
+        tf_outbox::halts_key.eq(tf_outbox::ordering_key
+            .is_not_null()
+            .and(of_row!(halts, Bool, &ids))),
         tf_outbox::lapse_count.eq(0),
         claim_cleared(),
     ))
@@ -401,11 +407,14 @@ fn settle_late(conn: &mut PgConnection, settlement: &Settlement) -> Result<Verdi
                 tf_outbox::lapse_count.eq(0),
             ))
             .execute(conn),
-        Outcome::Failed { code } => late!()
+        Outcome::Failed { code, on_failure } => late!()
             .set((
                 tf_outbox::status.eq(StatusText(OutboxStatus::Failed)),
                 tf_outbox::completed_at.eq(statement_timestamp().nullable()),
                 tf_outbox::last_failure.eq(code),
+                tf_outbox::halts_key.eq(tf_outbox::ordering_key
+                    .is_not_null()
+                    .and((*on_failure == KeyPolicy::Halt).into_sql::<Bool>())),
                 tf_outbox::lapse_count.eq(0),
             ))
             .execute(conn),

@@ -4,7 +4,8 @@
 //! | file | transitions |
 //! |---|---|
 //! | `enqueue` | – → pending |
-//! | `claim` | pending → dispatching |
+//! | `claim` | pending → dispatching, by the caller |
+//! | `due`, `claim_ready`, `claim_keyed` | pending → dispatching, by the dispatcher |
 //! | `settle` | dispatching, outcome_unknown → completed, failed, outcome_unknown |
 //! | `requeue` | back to pending: retry, release, redrive |
 //! | `read` | none |
@@ -15,7 +16,10 @@
 
 mod check;
 mod claim;
+mod claim_keyed;
+mod claim_ready;
 mod decode;
+mod due;
 mod enqueue;
 mod expression;
 mod fault;
@@ -31,10 +35,12 @@ pub use check::MAX_PAYLOAD_BYTES;
 pub use claim::claim_due;
 pub use enqueue::{Enqueued, enqueue, enqueue_all, enqueue_once};
 pub use read::{get, list_for_command};
-pub use requeue::{redrive, release_expired_claims, reschedule};
+pub use requeue::{redrive, release_expired_claims, reschedule, skip_failed};
 pub use settle::{mark_completed, mark_failed, mark_outcome_unknown};
 
-pub(crate) use claim::{claim, next_due};
+pub(crate) use claim_keyed::claim_keyed;
+pub(crate) use claim_ready::claim_ready;
+pub(crate) use due::due;
 pub(crate) use fault::{OrStoreError, Phase, connection_fault};
 pub(crate) use fenced::{renew, settle};
 pub(crate) use lapse::{WORKER_PREFIX, lapse, stamp_unknown};

@@ -5,7 +5,7 @@ use chrono::{DateTime, Utc};
 use diesel::dsl::array;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
-use diesel::sql_types::{Array, Interval};
+use diesel::sql_types::{Array, Bool, Interval};
 use uuid::Uuid;
 
 use super::check;
@@ -13,6 +13,7 @@ use super::decode::{ENTRY, EntryRow, META, MetaRow, StatusText, record};
 use super::expression::{OutcomeUnknown, after, array_position, before, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
 use super::requeue::notify;
+use crate::claim::KeyPolicy;
 use crate::error::{StoreError, code};
 use crate::probe::{Answer, Probe, ProbeFence};
 use crate::record::OutboxRecord;
@@ -222,11 +223,14 @@ pub(crate) fn answer(
                 tf_outbox::lapse_count.eq(0),
             ))
             .execute(conn),
-        Answer::Failed { code } => asked!()
+        Answer::Failed { code, on_failure } => asked!()
             .set((
                 tf_outbox::status.eq(StatusText(OutboxStatus::Failed)),
                 tf_outbox::completed_at.eq(statement_timestamp().nullable()),
                 tf_outbox::last_failure.eq(code),
+                tf_outbox::halts_key.eq(tf_outbox::ordering_key
+                    .is_not_null()
+                    .and((*on_failure == KeyPolicy::Halt).into_sql::<Bool>())),
                 tf_outbox::lapse_count.eq(0),
             ))
             .execute(conn),

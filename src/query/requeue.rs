@@ -169,6 +169,32 @@ pub fn redrive(conn: &mut PgConnection, outbox_id: OutboxId) -> Result<(), Store
     }
 }
 
+/// An operator's decision to let the later rows of its ordering key pass a failed
+/// row that holds them back ([`KeyPolicy::Halt`](crate::KeyPolicy::Halt)). The row
+/// stays failed. Repeated on a failed row that holds nobody back it changes
+/// nothing.
+///
+/// # Errors
+/// * [`StoreError::NotFound`]: there is no such row.
+/// * [`StoreError::Conflict`]: it is not `failed`. Nothing was written.
+/// * [`StoreError::Unavailable`], [`StoreError::Timeout`]: see [`StoreError`].
+pub fn skip_failed(conn: &mut PgConnection, outbox_id: OutboxId) -> Result<(), StoreError> {
+    let phase = Phase::of_write(conn);
+    let written = diesel::update(
+        tf_outbox::table
+            .find(outbox_id.0)
+            .filter(hidden_status().eq(StatusText(OutboxStatus::Failed)))
+            .filter(tf_outbox::halts_key),
+    )
+    .set(tf_outbox::halts_key.eq(false))
+    .execute(conn)
+    .or_store_error(phase)?;
+    match written {
+        1 => notify(conn, phase),
+        _ => accept_if(conn, outbox_id, Some(OutboxStatus::Failed)),
+    }
+}
+
 /// Wakes dispatchers when the transaction commits.
 pub(crate) fn notify(conn: &mut PgConnection, phase: Phase) -> Result<(), StoreError> {
     diesel::select(pg_notify(CHANNEL, ""))
