@@ -526,12 +526,9 @@ fn a_pile_that_waits_on_one_key_does_not_hold_up_the_others() {
     let dispatcher = dispatcher(&db, idempotent("a", send)).start().unwrap();
     let mut keyed = 0;
     for _ in 0..600 {
-        match begins.recv_timeout(SOON).unwrap() {
-            Some(key) => {
-                assert_ne!(key, "pile");
-                keyed += 1;
-            }
-            None => {}
+        if let Some(key) = begins.recv_timeout(SOON).unwrap() {
+            assert_ne!(key, "pile");
+            keyed += 1;
         }
     }
     assert_eq!(keyed, 300);
