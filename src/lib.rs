@@ -121,7 +121,8 @@ pub mod turnframe;
 pub use backoff::Backoff;
 pub use claim::KeyPolicy;
 pub use dispatcher::{
-    ConfigError, Destination, Dispatcher, DispatcherBuilder, DispatcherHandle, Stats, StopReport,
+    ConfigError, Destination, Dispatcher, DispatcherBuilder, DispatcherHandle, Route, Stats,
+    StopReport,
 };
 pub use entry::OutboxEntry;
 pub use error::{StoreError, code};

@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 
 use chrono::{TimeDelta, Utc};
 use crossbeam_channel::unbounded;
-use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel_outbox::schema::tf_outbox;
 use diesel_outbox::{
@@ -393,73 +392,6 @@ fn senders_that_exhaust_the_applications_pool_do_not_stop_settling() {
     assert_eq!(refused.load(Ordering::SeqCst), 16);
     assert_eq!(running.stats().begun, 16);
     drop(taken);
-}
-
-// W3
-#[test]
-fn a_commit_wakes_an_idle_dispatcher_and_a_rollback_does_not() {
-    let db = TestDb::new();
-    let (begun, begins) = unbounded();
-    let send = move |entry: &OutboxEntry| {
-        begun.send(i_of(entry)).unwrap();
-        Dispatched::completed()
-    };
-    let running = dispatcher(&db, idempotent("a", send))
-        .with_poll(Duration::from_secs(60))
-        .start()
-        .unwrap();
-    let mut conn = db.connect();
-    let batch = rows(3);
-    enqueue(&mut conn, &batch[0]).unwrap();
-    assert_eq!(begins.recv_timeout(SOON), Ok(1));
-    eventually(SOON, "settled", || {
-        (running.stats().completed == 1).then_some(())
-    });
-    conn.batch_execute("BEGIN").unwrap();
-    enqueue(&mut conn, &batch[1]).unwrap();
-    assert!(begins.recv_timeout(ms(500)).is_err());
-    conn.batch_execute("COMMIT").unwrap();
-    let second = begins.recv_timeout(stretched(Duration::from_secs(1)));
-    assert_eq!(second, Ok(2));
-    conn.batch_execute("BEGIN").unwrap();
-    enqueue(&mut conn, &batch[2]).unwrap();
-    conn.batch_execute("ROLLBACK").unwrap();
-    assert!(begins.recv_timeout(ms(500)).is_err());
-}
-
-// W1, in small
-#[test]
-fn a_cut_listener_listens_again() {
-    #[derive(QueryableByName)]
-    struct Pid {
-        #[diesel(sql_type = diesel::sql_types::Integer)]
-        pid: i32,
-    }
-    let db = TestDb::new();
-    let running = dispatcher(&db, idempotent("a", |_| Dispatched::completed()))
-        .with_poll(Duration::from_secs(60))
-        .start()
-        .unwrap();
-    let mut conn = db.connect();
-    let mut last = 0;
-    for round in 0..3 {
-        let pid = eventually(SOON, "a new listener", || {
-            let found = diesel::sql_query(
-                "SELECT pid FROM pg_stat_activity
-                 WHERE datname = current_database() AND query LIKE 'LISTEN%'
-                   AND application_name = 'diesel-outbox-listener'",
-            )
-            .load::<Pid>(&mut conn)
-            .unwrap();
-            (found.len() == 1 && found[0].pid != last).then(|| found[0].pid)
-        });
-        let entry = OutboxEntry::new("a", format!("{round}"), &json!({ "i": round })).unwrap();
-        enqueue(&mut conn, &entry).unwrap();
-        until_status(&mut conn, entry.outbox_id, OutboxStatus::Completed);
-        db.execute(&format!("SELECT pg_terminate_backend({pid})"));
-        last = pid;
-    }
-    assert_eq!(running.stats().completed, 3);
 }
 
 // D1

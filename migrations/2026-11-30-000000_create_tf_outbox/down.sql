@@ -11,6 +11,7 @@ DROP FUNCTION IF EXISTS tf_outbox_keys(text, text, integer);
 DROP FUNCTION IF EXISTS tf_outbox_due_destinations(text[]);
 DROP FUNCTION IF EXISTS tf_outbox_due_keyed_destinations(text[]);
 DROP FUNCTION IF EXISTS tf_outbox_next_due(text[]);
+DROP FUNCTION IF EXISTS tf_outbox_unknown_destinations(text[]);
 
 DO $$
 DECLARE

@@ -216,6 +216,17 @@ AS $$
       FROM unnest(dests) d
 $$;
 
+-- Which of them have rows of unknown outcome.
+CREATE OR REPLACE FUNCTION tf_outbox_unknown_destinations(dests text[]) RETURNS text[]
+    LANGUAGE sql STABLE
+AS $$
+    SELECT coalesce(array_agg(d), '{}')
+      FROM unnest(dests) d
+     WHERE EXISTS (
+        SELECT FROM tf_outbox o
+         WHERE o.destination = d AND o.status = 'outcome_unknown')
+$$;
+
 -- Wakes idle dispatchers, for rows inserted by any driver. The notification
 -- carries nothing: the row is found by looking.
 CREATE OR REPLACE FUNCTION tf_outbox_notify() RETURNS trigger
@@ -227,7 +238,17 @@ BEGIN
 END
 $$;
 
+-- A NOTIFY makes commits queue, so it is sent only if a dispatcher wants to sleep.
+-- Two advisory locks say so: 1, "a dispatcher wants to sleep", held by it; and 2,
+-- "inserted and not notified", held by us to the end of the transaction. We take 2
+-- before we look at 1; the dispatcher takes 1 before it looks at 2: one of the two
+-- sees the other. It is one expression so that no cancel can fall between taking
+-- 1 and giving it back.
 DROP TRIGGER IF EXISTS tf_outbox_wakeup ON tf_outbox;
 CREATE TRIGGER tf_outbox_wakeup
     AFTER INSERT ON tf_outbox
-    FOR EACH STATEMENT EXECUTE FUNCTION tf_outbox_notify();
+    FOR EACH STATEMENT
+    WHEN (NOT (pg_catalog.pg_try_advisory_xact_lock_shared(7311, 2)
+               AND pg_catalog.pg_try_advisory_lock_shared(7311, 1)
+               AND pg_catalog.pg_advisory_unlock_shared(7311, 1)))
+    EXECUTE FUNCTION tf_outbox_notify();

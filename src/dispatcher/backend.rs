@@ -3,8 +3,7 @@
 
 use std::time::Duration;
 
-use crossbeam_channel::Receiver;
-
+use super::bell::Bell;
 pub(crate) use crate::claim::{
     Claim, Claimed, Due, Fence, KeyedClaim, Keys, Outcome, Settlement, Verdict,
 };
@@ -18,9 +17,9 @@ pub(crate) trait Backend: Send + Sync + 'static {
     /// first used, and again after a failure.
     fn session(&self, role: &'static str) -> Box<dyn Session>;
 
-    /// Calls `nudge` whenever there may be new work, until `closed` is
-    /// disconnected.
-    fn listen(&self, closed: &Receiver<()>, nudge: &dyn Fn());
+    /// Rings whenever there may be new work, and lets the claimer rest for as long
+    /// as it is sure to be woken, until the dispatcher ends.
+    fn listen(&self, bell: &Bell);
 }
 
 /// Each call is one transaction or one statement.
@@ -50,6 +49,8 @@ pub(crate) trait Session: Send {
         foreign_lease: Duration,
         limit: i64,
     ) -> Result<usize, StoreError>;
+    /// Which of `destinations` have rows of unknown outcome.
+    fn with_unknown(&mut self, destinations: &[String]) -> Result<Vec<String>, StoreError>;
     fn claim_probes(
         &mut self,
         probe: &Probe<'_>,

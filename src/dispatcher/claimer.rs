@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, select};
 
 use super::backend::{Claim, Claimed, Keys, Outcome, Session};
+use super::bell::{Found, UNHEARD};
 use super::lane::Lane;
 use super::shared::{Shared, Trouble};
 use super::stats::add;
@@ -32,11 +33,22 @@ pub(crate) struct Look {
     pub(crate) more: bool,
     /// There may be more, whether or not there is room for it.
     pub(crate) full: bool,
+    /// Rows were claimed, or there is no room for any.
+    busy: bool,
     /// When to look again if nothing is heard.
     wait: Duration,
 }
 
 impl Look {
+    /// What counts for sleeping: a destination without room is no reason to hear
+    /// nothing of the others.
+    fn found(&self) -> Found {
+        match self.busy {
+            true => Found::Something,
+            false => Found::Nothing,
+        }
+    }
+
     fn within(&mut self, wait: Duration) {
         self.wait = self.wait.min(wait);
     }
@@ -64,14 +76,15 @@ pub(crate) fn run(shared: &Arc<Shared>, wake: &Receiver<()>) {
     let mut claimer = Claimer::new(shared, session.as_mut());
     let mut trouble = Trouble::new("claimer");
     while !shared.is_stopping() {
+        let ticket = shared.bell.ticket();
         let wait = match claimer.look() {
-            Ok(Look { more: true, .. }) => {
+            Ok(look) => {
                 trouble.works();
-                continue;
-            }
-            Ok(Look { wait, .. }) => {
-                trouble.works();
-                wait
+                shared.bell.looked(ticket, look.found());
+                if look.more {
+                    continue;
+                }
+                look.wait
             }
             Err(error) => {
                 // Not cut short by a nudge: those come in plenty while the
@@ -81,10 +94,32 @@ pub(crate) fn run(shared: &Arc<Shared>, wake: &Receiver<()>) {
                 continue;
             }
         };
+        if rest(shared, wake, wait) == Rested::Closed {
+            return;
+        }
+    }
+}
+
+#[derive(PartialEq, Eq)]
+enum Rested {
+    Enough,
+    Closed,
+}
+
+/// Waits until there may be work: for `wait` at most, and for as long as whoever
+/// listens answers for it.
+fn rest(shared: &Shared, wake: &Receiver<()>, wait: Duration) -> Rested {
+    let begun = Instant::now();
+    loop {
+        let left = wait.min(shared.bell.rest()).saturating_sub(begun.elapsed());
+        if left.is_zero() {
+            return Rested::Enough;
+        }
         select! {
-            recv(wake) -> _ => {},
-            recv(shared.closed) -> _ => return,
-            default(wait) => {},
+            recv(wake) -> _ => return Rested::Enough,
+            recv(shared.closed) -> _ => return Rested::Closed,
+            // The listener may go deaf meanwhile.
+            default(left.min(UNHEARD)) => {},
         }
     }
 }
@@ -106,6 +141,7 @@ impl<'a> Claimer<'a> {
         let mut found = Look {
             more: false,
             full: false,
+            busy: false,
             wait: shared.poll,
         };
         // Without leases that last, a claim is an unknown outcome in the making.
@@ -120,6 +156,7 @@ impl<'a> Claimer<'a> {
             .collect();
         found.full = open.len() < shared.lanes.len();
         if open.is_empty() {
+            found.busy = true;
             return Ok(found);
         }
         let names: Vec<String> = open
@@ -160,6 +197,7 @@ impl<'a> Claimer<'a> {
         let lease_until = Instant::now() + self.shared.lease;
         let claimed = self.session.claim(&self.claim(index, limit))?;
         let full = claimed.found() == limit;
+        found.busy |= claimed.found() > 0;
         self.hand_over(index, lease_until, claimed);
         if full {
             self.full(index, found);
@@ -190,6 +228,7 @@ impl<'a> Claimer<'a> {
             .claim_keyed(&claim, &self.keyed[index].cursor)?;
         self.keyed[index].cursor = answer.cursor;
         self.keyed[index].blocked_at = (answer.keys == Keys::Blocked).then(Instant::now);
+        found.busy |= answer.claimed.found() > 0;
         self.hand_over(index, lease_until, answer.claimed);
         match answer.keys {
             Keys::More => self.full(index, found),

@@ -26,11 +26,25 @@ impl ConfigError {
     }
 }
 
+/// What a dispatcher's database URL leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Route {
+    /// The server, or a proxy that gives a client one server connection for as
+    /// long as it stays.
+    #[default]
+    Direct,
+    /// A proxy that gives each transaction another server connection, such as
+    /// PgBouncer in transaction mode. Nothing is then kept in a session: no LISTEN,
+    /// no session lock, no prepared statement; due rows are found by polling only.
+    TransactionPooler,
+}
+
 /// Settings of a [`Dispatcher`], checked once, when it is built.
 #[derive(Clone)]
 #[must_use]
 pub struct DispatcherBuilder {
     pub(crate) url: String,
+    pub(crate) route: Route,
     pub(crate) destinations: Vec<Destination>,
     pub(crate) batch: usize,
     pub(crate) lease: Duration,
@@ -43,6 +57,7 @@ impl DispatcherBuilder {
     pub(crate) fn new(url: &str) -> Self {
         Self {
             url: url.to_owned(),
+            route: Route::Direct,
             destinations: Vec::new(),
             batch: 500,
             lease: Duration::from_secs(60),
@@ -56,6 +71,15 @@ impl DispatcherBuilder {
     /// are left alone. Two of one name are refused, and so is none at all.
     pub fn destination(mut self, destination: Destination) -> Self {
         self.destinations.push(destination);
+        self
+    }
+
+    /// What the URL leads to. [`Route::TransactionPooler`] gives up what does not
+    /// work there, waking by notification above all, so that rows are found within
+    /// [`with_poll`](Self::with_poll). Default [`Route::Direct`]; a dispatcher that
+    /// notices that notifications do not reach it polls too, and says so once.
+    pub fn with_route(mut self, route: Route) -> Self {
+        self.route = route;
         self
     }
 
@@ -77,7 +101,8 @@ impl DispatcherBuilder {
     }
 
     /// How often to look for due rows when nothing wakes the dispatcher. Zero is
-    /// refused. Default 1 s: the net under the notifications.
+    /// refused; longer than 1 s holds only while notifications are sure to arrive.
+    /// Default 1 s: the net under the notifications.
     pub fn with_poll(mut self, poll: Duration) -> Self {
         self.poll = poll;
         self

@@ -58,7 +58,7 @@ impl DispatcherHandle {
         handle.spawn("maintenance", move |shared| maintenance::run(&shared, &ask));
         handle.spawn("listener", |shared| {
             let backend = Arc::clone(&shared.backend);
-            backend.listen(&shared.closed, &|| shared.nudge());
+            backend.listen(&shared.bell);
         });
         handle.spawn("claimer", move |shared| claimer::run(&shared, &wake));
         handle

@@ -1,5 +1,6 @@
 //! What is done now and then: lapsed claims, unknown outcomes.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -64,7 +65,7 @@ pub(crate) fn sweep(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<(
             break;
         }
     }
-    ask_around(shared, session)
+    ask_around(shared, session, &names)
 }
 
 /// Whether there was more to ask about than there were reconcilers free.
@@ -87,9 +88,20 @@ pub(crate) fn ask_on(
     Ok(())
 }
 
-fn ask_around(shared: &Arc<Shared>, session: &mut dyn Session) -> Result<(), StoreError> {
-    for index in 0..shared.lanes.len() {
-        reconcile::look(shared, session, index, Duration::ZERO)?;
+/// One statement tells which destinations have unknown outcomes at all: there may
+/// be hundreds, and normally none has any.
+fn ask_around(
+    shared: &Arc<Shared>,
+    session: &mut dyn Session,
+    names: &[String],
+) -> Result<(), StoreError> {
+    let unknown: HashSet<String> = session.with_unknown(names)?.into_iter().collect();
+    for (index, lane) in shared.lanes.iter().enumerate() {
+        if unknown.contains(&lane.destination.name) {
+            reconcile::look(shared, session, index, Duration::ZERO)?;
+        } else {
+            lane.more_questions.store(false, Ordering::Release);
+        }
     }
     Ok(())
 }

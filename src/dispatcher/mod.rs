@@ -15,6 +15,7 @@
 //! | `config`, `destination` | the settings |
 //! | `backend` | the seam: what is asked of the store |
 //! | `claimer` | claims rows for free workers |
+//! | `bell` | the claimer's rest, and what wakes it |
 //! | `worker` | calls senders; the watchdog |
 //! | `settler` | writes outcomes |
 //! | `lease` | renews claims |
@@ -23,6 +24,7 @@
 //! | `lane`, `flight`, `shared`, `stats` | what the threads share |
 
 pub(crate) mod backend;
+pub(crate) mod bell;
 mod claimer;
 mod config;
 mod destination;
@@ -41,7 +43,7 @@ mod worker;
 use std::fmt;
 use std::sync::Arc;
 
-pub use config::{ConfigError, DispatcherBuilder};
+pub use config::{ConfigError, DispatcherBuilder, Route};
 pub use destination::Destination;
 pub use handle::{DispatcherHandle, StopReport};
 pub use stats::Stats;
@@ -87,7 +89,7 @@ impl Dispatcher {
     }
 
     fn shared(&self) -> (Arc<Shared>, shared::Ends) {
-        let backend = Arc::new(PgBackend::new(&self.builder.url));
+        let backend = Arc::new(PgBackend::new(&self.builder.url, self.builder.route));
         Shared::new(&self.builder, worker_id(), backend)
     }
 

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, Sender, TrySendError};
+use crossbeam_channel::{Receiver, Sender};
 
 use super::backend::{Answer, Backend, Fence, Outcome, ProbeFence};
+use super::bell::{Bell, knock};
 use super::flight::Flights;
 use super::lane::Lane;
 use super::stats::{Counters, add};
@@ -44,7 +45,7 @@ pub(crate) struct Shared {
     /// Leases can be renewed: else nothing is claimed.
     pub(crate) renewing: AtomicBool,
     pub(crate) reports: Sender<Report>,
-    wake: Sender<()>,
+    pub(crate) bell: Bell,
     ask: Sender<()>,
     exits: Sender<&'static str>,
     /// Disconnected when the threads are to end.
@@ -91,7 +92,7 @@ impl Shared {
             stopping: AtomicBool::new(false),
             renewing: AtomicBool::new(true),
             reports,
-            wake,
+            bell: Bell::new(wake, closed.clone()),
             ask,
             exits,
             closed,
@@ -114,7 +115,7 @@ impl Shared {
 
     /// Makes the claimer look again. One nudge that waits is as good as many.
     pub(crate) fn nudge(&self) {
-        knock(&self.wake);
+        self.bell.ring();
     }
 
     /// Makes maintenance look for more unknown outcomes to ask about: there are
@@ -195,12 +196,6 @@ impl Shared {
             tracing::error!(thread = name, "a thread could not be started");
         }
         spawned.is_ok()
-    }
-}
-
-fn knock(door: &Sender<()>) {
-    match door.try_send(()) {
-        Ok(()) | Err(TrySendError::Full(()) | TrySendError::Disconnected(())) => {}
     }
 }
 

@@ -2,7 +2,10 @@
 //! failure.
 
 use diesel::Connection as _;
+use diesel::connection::CacheSize;
 use diesel::pg::PgConnection;
+
+use crate::dispatcher::Route;
 
 use crate::error::StoreError;
 use crate::query::{connection_fault, transaction};
@@ -38,13 +41,15 @@ const OPTIONS: [(&str, &str); 7] = [
 
 pub(super) struct Connection {
     url: String,
+    route: Route,
     open: Option<PgConnection>,
 }
 
 impl Connection {
-    pub(super) fn new(url: &str, role: &'static str) -> Self {
+    pub(super) fn new(url: &str, route: Route, role: &'static str) -> Self {
         Self {
             url: with_options(url, role),
+            route,
             open: None,
         }
     }
@@ -54,7 +59,13 @@ impl Connection {
         match self.open {
             Some(ref mut open) => Ok(open),
             None => {
-                let made = PgConnection::establish(&self.url).map_err(|e| connection_fault(&e))?;
+                let mut made =
+                    PgConnection::establish(&self.url).map_err(|e| connection_fault(&e))?;
+                if self.route == Route::TransactionPooler {
+                    // A statement prepared on one server connection is unknown to
+                    // the next.
+                    made.set_prepared_statement_cache_size(CacheSize::Disabled);
+                }
                 Ok(self.open.insert(made))
             }
         }
@@ -85,7 +96,12 @@ impl Connection {
         &mut self,
         operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        self.run(operation)
+        match self.route {
+            Route::Direct => self.run(operation),
+            // Preparing and executing may meet two server connections unless a
+            // transaction holds on to one.
+            Route::TransactionPooler => self.transaction(operation),
+        }
     }
 
     fn run<T>(

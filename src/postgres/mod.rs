@@ -1,18 +1,20 @@
 //! The dispatcher's backend on PostgreSQL.
 
 mod connection;
+mod sleep;
 mod wakeup;
 
 use std::time::Duration;
 
-use crossbeam_channel::Receiver;
 use diesel::pg::PgConnection;
 
 use self::connection::Connection;
+use crate::dispatcher::Route;
 use crate::dispatcher::backend::{
     Answer, Backend, Claim, Claimed, Due, Fence, KeyedClaim, Probe, ProbeFence, Session,
     Settlement, Verdict,
 };
+use crate::dispatcher::bell::Bell;
 use crate::error::StoreError;
 use crate::query;
 use crate::record::OutboxRecord;
@@ -20,25 +22,34 @@ use crate::record::OutboxRecord;
 /// Makes sessions with a connection each; never shows its URL.
 pub(crate) struct PgBackend {
     url: String,
+    route: Route,
 }
 
 impl PgBackend {
-    pub(crate) fn new(url: &str) -> Self {
+    pub(crate) fn new(url: &str, route: Route) -> Self {
         Self {
             url: url.to_owned(),
+            route,
         }
+    }
+
+    fn connection(&self, role: &'static str) -> Connection {
+        Connection::new(&self.url, self.route, role)
     }
 }
 
 impl Backend for PgBackend {
     fn session(&self, role: &'static str) -> Box<dyn Session> {
         Box::new(PgSession {
-            connection: Connection::new(&self.url, role),
+            connection: self.connection(role),
         })
     }
 
-    fn listen(&self, closed: &Receiver<()>, nudge: &dyn Fn()) {
-        wakeup::listen(Connection::new(&self.url, "listener"), closed, nudge);
+    fn listen(&self, bell: &Bell) {
+        match self.route {
+            Route::Direct => wakeup::listen(|role| self.connection(role), bell),
+            Route::TransactionPooler => bell.poll_only(),
+        }
     }
 }
 
@@ -94,6 +105,11 @@ impl Session for PgSession {
         limit: i64,
     ) -> Result<usize, StoreError> {
         self.transaction(|conn| query::lapse(conn, destinations, foreign_lease, limit))
+    }
+
+    fn with_unknown(&mut self, destinations: &[String]) -> Result<Vec<String>, StoreError> {
+        self.connection
+            .statement(|conn| query::with_unknown(conn, destinations))
     }
 
     fn claim_probes(

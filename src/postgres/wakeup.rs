@@ -5,80 +5,185 @@
 
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError};
 use diesel::RunQueryDsl;
+use diesel::pg::PgConnection;
 
 use super::connection::Connection;
+use super::sleep::{CLASS, Heard, Locks, QUIET, SLEEP, Sleeper};
+use crate::dispatcher::bell::{Bell, Closed, UNHEARD};
 use crate::error::StoreError;
-use crate::query::{CHANNEL, OrStoreError, Phase};
+use crate::query::{self, CHANNEL, OrStoreError, Phase};
+
+/// On this channel a dispatcher proves that notifications reach it. Of its own, so
+/// that it wakes nobody.
+const ECHO: &str = "tf_outbox_echo";
 
 /// Diesel cannot block until a notification comes, so it is asked for: this
 /// often while they come …
 const BUSY: Duration = Duration::from_millis(1);
 /// … and this often when none has come for a while.
-const IDLE: Duration = Duration::from_millis(10);
+const IDLE: Duration = Duration::from_millis(5);
 /// A connection that died without a word is found by asking it something.
 const CHECK: Duration = Duration::from_secs(10);
 const RECONNECT: Duration = Duration::from_millis(500);
+/// A notification that has not come by then does not come.
+const ECHO_WITHIN: Duration = Duration::from_secs(3);
+/// When to try again whether notifications arrive.
+const ECHO_AGAIN: Duration = Duration::from_secs(60);
 
-pub(super) fn listen(mut connection: Connection, closed: &Receiver<()>, nudge: &dyn Fn()) {
-    let mut failing = false;
+/// Why nobody listens at the moment.
+enum Ended {
+    Closed,
+    Failed(StoreError),
+    /// LISTEN worked and nothing came, as behind a pooler that gives each
+    /// transaction another server connection.
+    Unheard,
+}
+
+impl From<StoreError> for Ended {
+    fn from(error: StoreError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl From<Closed> for Ended {
+    fn from(_: Closed) -> Self {
+        Self::Closed
+    }
+}
+
+/// Listens until the dispatcher ends. `connection` makes one for a role.
+pub(super) fn listen(connection: impl Fn(&'static str) -> Connection, bell: &Bell) {
+    let mut listening = connection("listener");
+    let mut talking = connection("echo");
+    // What is said once: that it does not work, until it works again.
+    let mut said = false;
     loop {
-        let Err(error) = hear(&mut connection, closed, &mut failing, nudge) else {
-            return;
+        let ended = hear(&mut listening, &mut talking, bell, &mut said);
+        listening.close();
+        talking.close();
+        bell.allow_rest(UNHEARD);
+        bell.ring();
+        let wait = match ended {
+            Ended::Closed => return,
+            Ended::Failed(error) => {
+                if !said {
+                    tracing::warn!(%error, "the outbox listener lost its connection; polling meanwhile");
+                }
+                RECONNECT
+            }
+            Ended::Unheard => {
+                if !said {
+                    tracing::warn!(
+                        "notifications do not reach the outbox listener, as behind a \
+                         transaction-pooling proxy; polling instead"
+                    );
+                }
+                ECHO_AGAIN
+            }
         };
-        connection.close();
-        if !failing {
-            tracing::warn!(%error, "the outbox listener lost its connection; polling meanwhile");
-            failing = true;
-        }
-        if let Ok(()) | Err(RecvTimeoutError::Disconnected) = closed.recv_timeout(RECONNECT) {
+        said = true;
+        if bell.wait(wait) == Err(Closed) {
             return;
         }
     }
 }
 
-/// Listens until `closed`, which is `Ok`, or until the connection fails.
+/// Listens until the dispatcher ends or the connection fails.
 fn hear(
-    connection: &mut Connection,
-    closed: &Receiver<()>,
-    failing: &mut bool,
-    nudge: &dyn Fn(),
-) -> Result<(), StoreError> {
-    let conn = connection.get()?;
-    diesel::sql_query(format!("LISTEN {CHANNEL}"))
-        .execute(conn)
-        .or_store_error(Phase::Read)?;
-    if std::mem::take(failing) {
-        tracing::info!("the outbox listener is connected again");
+    listening: &mut Connection,
+    talking: &mut Connection,
+    bell: &Bell,
+    said: &mut bool,
+) -> Ended {
+    let heard = listening.get().map_err(Ended::from).and_then(|conn| {
+        start(conn, talking, bell)?;
+        if std::mem::take(said) {
+            tracing::info!("the outbox listener hears again");
+        }
+        keep_hearing(conn, bell)
+    });
+    match heard {
+        Ok(never) => match never {},
+        Err(ended) => ended,
     }
+}
+
+/// LISTEN, and the proof that it is of use.
+fn start(conn: &mut PgConnection, talking: &mut Connection, bell: &Bell) -> Result<(), Ended> {
+    for channel in [CHANNEL, ECHO] {
+        diesel::sql_query(format!("LISTEN {channel}"))
+            .execute(conn)
+            .or_store_error(Phase::Read)?;
+    }
+    let token = uuid::Uuid::new_v4().simple().to_string();
+    talking.statement(|conn| query::notify_on(conn, ECHO, &token))?;
+    talking.close();
+    let asked = Instant::now();
+    while asked.elapsed() < ECHO_WITHIN {
+        for notification in conn.notifications_iter() {
+            let notification = notification.or_store_error(Phase::Read)?;
+            if notification.channel == ECHO && notification.payload == token {
+                return Ok(());
+            }
+        }
+        bell.hears();
+        bell.wait(BUSY)?;
+    }
+    // Perhaps it reaches the server connection on which we listened.
+    let _ = diesel::sql_query("UNLISTEN *").execute(conn);
+    Err(Ended::Unheard)
+}
+
+fn keep_hearing(conn: &mut PgConnection, bell: &Bell) -> Result<std::convert::Infallible, Ended> {
     // Rows may have come while nobody listened.
-    nudge();
-    let mut heard = Instant::now();
+    bell.ring();
+    let mut sleeper = Sleeper::new(bell, Instant::now());
+    let mut last_heard = Instant::now();
     let mut asked = Instant::now();
     loop {
-        let mut any = false;
+        let mut heard = Heard::Nothing;
         for notification in conn.notifications_iter() {
-            notification.or_store_error(Phase::Read)?;
-            any = true;
+            if notification.or_store_error(Phase::Read)?.channel == CHANNEL {
+                heard = Heard::Notification;
+            }
         }
-        if any {
-            heard = Instant::now();
-            nudge();
+        let now = Instant::now();
+        if heard == Heard::Notification {
+            last_heard = now;
         }
+        sleeper.step(heard, now, bell, &mut OnConnection(conn))?;
         if asked.elapsed() > CHECK {
-            asked = Instant::now();
+            asked = now;
             diesel::sql_query("SELECT 1")
                 .execute(conn)
                 .or_store_error(Phase::Read)?;
         }
-        let pause = if heard.elapsed() < Duration::from_secs(1) {
-            BUSY
-        } else {
-            IDLE
+        bell.hears();
+        let pause = match now.duration_since(last_heard) < Duration::from_secs(1) {
+            true => BUSY,
+            false => IDLE,
         };
-        if let Ok(()) | Err(RecvTimeoutError::Disconnected) = closed.recv_timeout(pause) {
-            return Ok(());
+        bell.pause(sleeper.due(now).map_or(pause, |due| due.min(pause)))?;
+    }
+}
+
+struct OnConnection<'a>(&'a mut PgConnection);
+
+impl Locks for OnConnection<'_> {
+    fn take_sleep(&mut self) -> Result<bool, StoreError> {
+        query::try_lock(self.0, CLASS, SLEEP)
+    }
+
+    fn leave_sleep(&mut self) -> Result<(), StoreError> {
+        query::unlock(self.0, CLASS, SLEEP)
+    }
+
+    fn all_have_notified(&mut self) -> Result<bool, StoreError> {
+        let free = query::try_lock(self.0, CLASS, QUIET)?;
+        if free {
+            query::unlock(self.0, CLASS, QUIET)?;
         }
+        Ok(free)
     }
 }

@@ -66,8 +66,23 @@ diesel::define_sql_function! {
 }
 
 diesel::define_sql_function! {
+    /// Which destinations have rows of unknown outcome.
+    fn tf_outbox_unknown_destinations(destinations: Array<Text>) -> Array<Text>;
+}
+
+diesel::define_sql_function! {
     /// Takes a lock until the end of the transaction, unless somebody has it.
     fn pg_try_advisory_xact_lock(class: Integer, object: Integer) -> Bool;
+}
+
+diesel::define_sql_function! {
+    /// Takes a lock until the end of the session, unless somebody has it.
+    fn pg_try_advisory_lock(class: Integer, object: Integer) -> Bool;
+}
+
+diesel::define_sql_function! {
+    /// Gives up a lock of the session.
+    fn pg_advisory_unlock(class: Integer, object: Integer) -> Bool;
 }
 
 diesel::define_sql_function! {

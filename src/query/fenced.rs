@@ -18,7 +18,7 @@ use super::check;
 use super::decode::{Kept, StatusText};
 use super::expression::{after, array_position, first_of, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
-use super::requeue::notify;
+use super::session::notify;
 use super::settle::claim_cleared;
 use crate::claim::{Fence, KeyPolicy, Outcome, Settlement, Verdict};
 use crate::error::StoreError;

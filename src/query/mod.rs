@@ -9,6 +9,7 @@
 //! | `settle` | dispatching, outcome_unknown → completed, failed, outcome_unknown |
 //! | `requeue` | back to pending: retry, release, redrive |
 //! | `read` | none |
+//! | `session` | none: notifications and session locks |
 //!
 //! `check` refuses what can be refused before any SQL, `decode` reads rows one
 //! by one, `fault` turns errors into [`StoreError`](crate::StoreError), and
@@ -28,6 +29,7 @@ mod lapse;
 mod probe;
 mod read;
 mod requeue;
+mod session;
 mod settle;
 mod transaction;
 
@@ -40,10 +42,10 @@ pub use settle::{mark_completed, mark_failed, mark_outcome_unknown};
 
 pub(crate) use claim_keyed::claim_keyed;
 pub(crate) use claim_ready::claim_ready;
-pub(crate) use due::due;
+pub(crate) use due::{due, with_unknown};
 pub(crate) use fault::{OrStoreError, Phase, connection_fault};
 pub(crate) use fenced::{renew, settle};
 pub(crate) use lapse::{WORKER_PREFIX, lapse, stamp_unknown};
 pub(crate) use probe::{answer, claim_probes, park_exhausted, resend_ripe};
-pub(crate) use requeue::CHANNEL;
+pub(crate) use session::{CHANNEL, notify_on, try_lock, unlock};
 pub(crate) use transaction::transaction;

@@ -12,7 +12,7 @@ use super::check;
 use super::decode::{ENTRY, EntryRow, META, MetaRow, StatusText, record};
 use super::expression::{OutcomeUnknown, after, array_position, before, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
-use super::requeue::notify;
+use super::session::notify;
 use crate::claim::KeyPolicy;
 use crate::error::{StoreError, code};
 use crate::probe::{Answer, Probe, ProbeFence};

@@ -7,9 +7,10 @@ use diesel::prelude::*;
 
 use super::check;
 use super::decode::StatusText;
-use super::expression::{Dispatching, first_of, pg_notify};
+use super::expression::{Dispatching, first_of};
 use super::fault::{OrStoreError, Phase};
 use super::read::accept_if;
+use super::session::notify;
 use super::settle::{claim_cleared, hidden_status};
 use crate::entry::cut;
 use crate::error::StoreError;
@@ -18,9 +19,6 @@ use crate::schema::tf_outbox;
 use crate::status::OutboxStatus;
 
 diesel::alias!(tf_outbox as held: Held);
-
-/// The channel on which dispatchers listen. A notification carries nothing.
-pub(crate) const CHANNEL: &str = "tf_outbox";
 
 /// Puts a row back, not to be sent before `at`: from `pending` (only the time
 /// moves), `dispatching` and `outcome_unknown`. The last failure is kept.
@@ -193,12 +191,4 @@ pub fn skip_failed(conn: &mut PgConnection, outbox_id: OutboxId) -> Result<(), S
         1 => notify(conn, phase),
         _ => accept_if(conn, outbox_id, Some(OutboxStatus::Failed)),
     }
-}
-
-/// Wakes dispatchers when the transaction commits.
-pub(crate) fn notify(conn: &mut PgConnection, phase: Phase) -> Result<(), StoreError> {
-    diesel::select(pg_notify(CHANNEL, ""))
-        .execute(conn)
-        .map(drop)
-        .or_store_error(phase)
 }

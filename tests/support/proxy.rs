@@ -88,6 +88,11 @@ impl Proxy {
         *self.state.fault() = Fault::None;
     }
 
+    /// How many statements passed so far, transactions' own included.
+    pub fn statements(&self) -> usize {
+        self.state.statements.load(Ordering::SeqCst)
+    }
+
     /// How often a fault met somebody: connections refused, pieces swallowed,
     /// answers cut. For a test to show that its fault really happened.
     pub fn fired(&self) -> usize {
@@ -108,6 +113,7 @@ impl Drop for Proxy {
 struct State {
     fault: Mutex<Fault>,
     fired: AtomicUsize,
+    statements: AtomicUsize,
     closed: AtomicBool,
     connections: Mutex<Vec<Weak<Connection>>>,
 }
@@ -178,7 +184,10 @@ fn accept(client: TcpStream, target: u16, state: &Arc<State>) {
 
 fn pass_requests(connection: &Connection, state: &State) -> io::Result<()> {
     let mut recent = Vec::new();
+    let mut messages = Messages::default();
     pass(&connection.client, &connection.server, |piece| {
+        let statements = messages.statements_in(piece);
+        state.statements.fetch_add(statements, Ordering::SeqCst);
         let mut fault = state.fault();
         match &*fault {
             Fault::Blackhole => {
@@ -230,6 +239,43 @@ fn pass(
         }
         if passes(&buffer[..read])? {
             to.write_all(&buffer[..read])?;
+        }
+    }
+}
+
+/// Reads the frontend's messages (PostgreSQL's documentation, "Message Formats")
+/// as far as it takes to count statements.
+#[derive(Debug, Default)]
+struct Messages {
+    started: bool,
+    unread: Vec<u8>,
+}
+
+impl Messages {
+    fn statements_in(&mut self, piece: &[u8]) -> usize {
+        self.unread.extend_from_slice(piece);
+        let mut count = 0;
+        loop {
+            // What opens a connection has no type.
+            let head = usize::from(self.started);
+            let Some(length) = self.unread.get(head..head + 4) else {
+                return count;
+            };
+            let length = u32::from_be_bytes(length.try_into().unwrap()) as usize;
+            if self.unread.len() < head + length {
+                return count;
+            }
+            let message: Vec<u8> = self.unread.drain(..head + length).collect();
+            match (self.started, message[0]) {
+                (true, b'E') => count += 1,
+                (true, b'Q') => {
+                    let text = String::from_utf8_lossy(&message[5..message.len() - 1]);
+                    count += text.split(';').filter(|s| !s.trim().is_empty()).count();
+                }
+                (true, _) => {}
+                // A request for encryption comes before the startup message.
+                (false, _) => self.started = length != 8,
+            }
         }
     }
 }
