@@ -228,7 +228,9 @@ impl<'a> Claimer<'a> {
             .claim_keyed(&claim, &self.keyed[index].cursor)?;
         self.keyed[index].cursor = answer.cursor;
         self.keyed[index].blocked_at = (answer.keys == Keys::Blocked).then(Instant::now);
-        found.busy |= answer.claimed.found() > 0;
+        // Counted here: they may be settled before we look again.
+        let brought = answer.claimed.found() > 0;
+        found.busy |= brought;
         self.hand_over(index, lease_until, answer.claimed);
         match answer.keys {
             Keys::More => self.full(index, found),
@@ -237,7 +239,7 @@ impl<'a> Claimer<'a> {
                 found.within(backoff::between(BUSY[0], BUSY[1]));
             }
             Keys::Blocked => {
-                found.full |= holding || self.shared.flights.len() > 0;
+                found.full |= holding || brought;
                 found.within(BLOCKED);
             }
             Keys::Idle => {}
