@@ -66,7 +66,7 @@
 //! |---|---|
 //! | learn it from the beginning | [the tutorial](guide::tutorial) |
 //! | migrate a table that holds millions of rows | [a filled table](guide::filled_table) |
-//! | enqueue in your own transaction | [`enqueue`], [`enqueue_once`], [`enqueue_all`], [`OutboxEntry`] |
+//! | enqueue in your own transaction | [`enqueue`], [`enqueue_once`], [`enqueue_all`], [`OutboxEntry`], [`EnqueueLimits`] |
 //! | call the remote | [`OutboxSender`], [`Dispatched`] |
 //! | ask about unknown outcomes | [`OutboxReconciler`], [`Reconciled`] |
 //! | run the dispatcher | [`Dispatcher`], [`Destination`], [`Backoff`] |
@@ -128,8 +128,9 @@ pub use entry::OutboxEntry;
 pub use error::{StoreError, code};
 pub use id::{CommandId, OutboxId};
 pub use query::{
-    Enqueued, claim_due, enqueue, enqueue_all, enqueue_once, get, list_for_command, mark_completed,
-    mark_failed, mark_outcome_unknown, redrive, release_expired_claims, reschedule, skip_failed,
+    EnqueueLimits, Enqueued, claim_due, enqueue, enqueue_all, enqueue_once, get, list_for_command,
+    mark_completed, mark_failed, mark_outcome_unknown, redrive, release_expired_claims, reschedule,
+    skip_failed,
 };
 pub use record::{OutboxClaim, OutboxRecord};
 pub use sender::{Dispatched, OutboxReconciler, OutboxSender, Reconciled};

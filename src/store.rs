@@ -13,7 +13,7 @@ use r2d2::HandleError;
 use crate::entry::OutboxEntry;
 use crate::error::StoreError;
 use crate::id::{CommandId, OutboxId};
-use crate::query::{self, Enqueued};
+use crate::query::{self, EnqueueLimits, Enqueued};
 use crate::record::OutboxRecord;
 
 /// The read half of an outbox.
@@ -140,6 +140,7 @@ impl<T: OutboxReader + OutboxWriter + ?Sized> OutboxStore for T {}
 #[derive(Clone)]
 pub struct PgOutbox {
     pool: Pool<ConnectionManager<PgConnection>>,
+    limits: EnqueueLimits,
 }
 
 impl PgOutbox {
@@ -159,6 +160,7 @@ impl PgOutbox {
             url: url.to_owned(),
             max_size: 10,
             acquire_timeout: Duration::from_secs(5),
+            limits: EnqueueLimits::default(),
         }
     }
 
@@ -169,7 +171,17 @@ impl PgOutbox {
     /// user name.
     #[must_use]
     pub fn from_pool(pool: Pool<ConnectionManager<PgConnection>>) -> Self {
-        Self { pool }
+        Self {
+            pool,
+            limits: EnqueueLimits::default(),
+        }
+    }
+
+    /// The same store with other limits for what it enqueues.
+    #[must_use]
+    pub fn with_limits(mut self, limits: EnqueueLimits) -> Self {
+        self.limits = limits;
+        self
     }
 
     fn connection(&self) -> Result<PooledConnection<ConnectionManager<PgConnection>>, StoreError> {
@@ -230,6 +242,7 @@ pub struct PgOutboxBuilder {
     url: String,
     max_size: u32,
     acquire_timeout: Duration,
+    limits: EnqueueLimits,
 }
 
 impl PgOutboxBuilder {
@@ -246,6 +259,13 @@ impl PgOutboxBuilder {
     /// request would rather fail than wait r2d2's 30.
     pub fn with_acquire_timeout(mut self, timeout: Duration) -> Self {
         self.acquire_timeout = timeout;
+        self
+    }
+
+    /// How large a row may be that the store enqueues. Default
+    /// [`EnqueueLimits::default`]: 1 MiB.
+    pub fn with_limits(mut self, limits: EnqueueLimits) -> Self {
+        self.limits = limits;
         self
     }
 
@@ -267,7 +287,10 @@ impl PgOutboxBuilder {
             .connection_timeout(self.acquire_timeout)
             .error_handler(Box::new(SilentHandler))
             .build_unchecked(ConnectionManager::new(self.url));
-        Ok(PgOutbox { pool })
+        Ok(PgOutbox {
+            pool,
+            limits: self.limits,
+        })
     }
 }
 
@@ -302,15 +325,15 @@ impl OutboxReader for PgOutbox {
 
 impl OutboxWriter for PgOutbox {
     fn enqueue(&self, entry: &OutboxEntry) -> Result<(), StoreError> {
-        self.write(|conn| query::enqueue(conn, entry))
+        self.write(|conn| self.limits.enqueue(conn, entry))
     }
 
     fn enqueue_once(&self, entry: &OutboxEntry) -> Result<Enqueued, StoreError> {
-        self.write(|conn| query::enqueue_once(conn, entry))
+        self.write(|conn| self.limits.enqueue_once(conn, entry))
     }
 
     fn enqueue_all(&self, entries: &[OutboxEntry]) -> Result<(), StoreError> {
-        self.write(|conn| query::enqueue_all(conn, entries))
+        self.write(|conn| self.limits.enqueue_all(conn, entries))
     }
 
     fn claim_due(

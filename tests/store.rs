@@ -13,9 +13,10 @@ use diesel::prelude::*;
 use diesel::sql_types::Text;
 use diesel_outbox::schema::tf_outbox;
 use diesel_outbox::{
-    CommandId, Enqueued, OutboxEntry, OutboxId, OutboxReader, OutboxStatus, OutboxWriter, PgOutbox,
-    StoreError, claim_due, code, enqueue, enqueue_all, enqueue_once, get, list_for_command,
-    mark_completed, mark_failed, mark_outcome_unknown, redrive, release_expired_claims, reschedule,
+    CommandId, EnqueueLimits, Enqueued, OutboxEntry, OutboxId, OutboxReader, OutboxStatus,
+    OutboxWriter, PgOutbox, StoreError, claim_due, code, enqueue, enqueue_all, enqueue_once, get,
+    list_for_command, mark_completed, mark_failed, mark_outcome_unknown, redrive,
+    release_expired_claims, reschedule,
 };
 use serde_json::{Value, json};
 use support::db::TestDb;
@@ -861,4 +862,44 @@ fn a_nul_anywhere_is_refused_and_changes_nothing() {
     assert_eq!(whole_row(&mut conn, id[0]), before);
     let n: i64 = tf_outbox::table.count().get_result(&mut conn).unwrap();
     assert_eq!(n, 1);
+}
+
+#[test]
+fn the_limit_of_a_payload_can_be_set_and_holds_to_the_byte() {
+    let db = TestDb::new();
+    // Two bytes are the quotes.
+    let of = |bytes: usize| OutboxEntry::new("a", format!("{bytes}"), &"x".repeat(bytes - 2));
+    let limits = |bytes| EnqueueLimits::default().with_max_payload(bytes);
+    let outbox = PgOutbox::builder(db.url())
+        .with_limits(limits(2 << 20).unwrap())
+        .build()
+        .unwrap();
+    let largest = of(2 << 20).unwrap();
+    outbox.enqueue(&largest).unwrap();
+    let stored = outbox.get(largest.outbox_id).unwrap().entry;
+    assert_eq!(stored.payload, largest.payload);
+    let larger = of((2 << 20) + 1).unwrap();
+    let refused = [
+        outbox.enqueue(&larger),
+        outbox.enqueue_once(&larger).map(drop),
+        outbox.enqueue_all(std::slice::from_ref(&larger)),
+        // On a caller's connection the default holds, unless it says otherwise.
+        enqueue(&mut db.connect(), &of((1 << 20) + 1).unwrap()),
+        limits(100)
+            .unwrap()
+            .enqueue(&mut db.connect(), &of(101).unwrap()),
+    ];
+    for refused in refused {
+        let error = refused.unwrap_err();
+        assert!(error.is_invalid_record());
+        assert!(error.to_string().ends_with("(payload)"), "{error}");
+    }
+    limits(100)
+        .unwrap()
+        .enqueue(&mut db.connect(), &of(100).unwrap())
+        .unwrap();
+    for senseless in [0, (255 << 20) + 1] {
+        let error = limits(senseless).unwrap_err();
+        assert!(error.to_string().ends_with("(max_payload)"), "{error}");
+    }
 }

@@ -31,6 +31,94 @@ pub enum Enqueued {
     },
 }
 
+/// How large a row may be. The functions of this module use the default; where a
+/// service means to allow more, or less, it enqueues through a value of this.
+///
+/// ```no_run
+/// # use diesel_outbox::{EnqueueLimits, OutboxEntry};
+/// # fn example(conn: &mut diesel::PgConnection, entry: &OutboxEntry) -> Result<(), diesel_outbox::StoreError> {
+/// let limits = EnqueueLimits::default().with_max_payload(4 << 20)?;
+/// limits.enqueue(conn, entry)?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EnqueueLimits {
+    max_payload: usize,
+}
+
+impl Default for EnqueueLimits {
+    fn default() -> Self {
+        Self {
+            max_payload: MAX_PAYLOAD_BYTES,
+        }
+    }
+}
+
+impl EnqueueLimits {
+    /// The most bytes of JSON that payload and headers may have together. Zero is
+    /// refused, and so is more than 255 MiB, which is what a `jsonb` holds
+    /// (PostgreSQL's `JENTRY_OFFLENMASK`). Default 1 MiB: a larger row belongs
+    /// into an object store, with its address in the payload.
+    ///
+    /// # Errors
+    /// [`StoreError::Other`] with `…invalid_record`, naming `max_payload`.
+    pub const fn with_max_payload(mut self, bytes: usize) -> Result<Self, StoreError> {
+        if bytes == 0 || bytes > JSONB_BYTES {
+            return Err(StoreError::invalid("max_payload"));
+        }
+        self.max_payload = bytes;
+        Ok(self)
+    }
+
+    /// [`enqueue`], within these limits.
+    ///
+    /// # Errors
+    /// As [`enqueue`].
+    pub fn enqueue(self, conn: &mut PgConnection, entry: &OutboxEntry) -> Result<(), StoreError> {
+        match insert(conn, &NewRow::of(entry, self)?)? {
+            true => Ok(()),
+            false => Err(StoreError::Conflict),
+        }
+    }
+
+    /// [`enqueue_once`], within these limits.
+    ///
+    /// # Errors
+    /// As [`enqueue_once`].
+    pub fn enqueue_once(
+        self,
+        conn: &mut PgConnection,
+        entry: &OutboxEntry,
+    ) -> Result<Enqueued, StoreError> {
+        // A conflict that the database raises has aborted the transaction: nothing
+        // can be looked up in it.
+        match insert(conn, &NewRow::of(entry, self)?)? {
+            true => Ok(Enqueued::New),
+            false => duplicate_of(conn, entry),
+        }
+    }
+
+    /// [`enqueue_all`], within these limits.
+    ///
+    /// # Errors
+    /// As [`enqueue_all`].
+    pub fn enqueue_all(
+        self,
+        conn: &mut PgConnection,
+        entries: &[OutboxEntry],
+    ) -> Result<(), StoreError> {
+        let rows = entries
+            .iter()
+            .map(|entry| NewRow::of(entry, self))
+            .collect::<Result<Vec<_>, _>>()?;
+        all_or_none(conn, &rows)
+    }
+}
+
+/// What a `jsonb` holds at most, to the next lower MiB.
+const JSONB_BYTES: usize = 255 << 20;
+
 /// Rows of one INSERT: far below the 65,535 parameters of one statement.
 const CHUNK: usize = 1000;
 
@@ -43,7 +131,8 @@ const CHUNK: usize = 1000;
 /// caller's closure**: Diesel reports the COMMIT of an aborted transaction,
 /// which PostgreSQL answers with ROLLBACK, as `Ok`.
 ///
-/// Payload and headers may hold up to [`MAX_PAYLOAD_BYTES`] together.
+/// Payload and headers may hold up to [`MAX_PAYLOAD_BYTES`] together;
+/// [`EnqueueLimits`] changes that.
 ///
 /// # Errors
 /// * [`StoreError::Other`] with `…invalid_record`, naming the field: the status
@@ -54,19 +143,15 @@ const CHUNK: usize = 1000;
 /// * [`StoreError::Conflict`]: the id, or the key at this destination, exists.
 /// * [`StoreError::Unavailable`], [`StoreError::Timeout`]: see [`StoreError`].
 pub fn enqueue(conn: &mut PgConnection, entry: &OutboxEntry) -> Result<(), StoreError> {
-    match insert(conn, entry)? {
-        true => Ok(()),
-        false => Err(StoreError::Conflict),
-    }
+    EnqueueLimits::default().enqueue(conn, entry)
 }
 
 /// Whether the row is new; a duplicate is no error of the database, so that the
 /// caller's transaction lives.
-fn insert(conn: &mut PgConnection, entry: &OutboxEntry) -> Result<bool, StoreError> {
-    let row = NewRow::of(entry)?;
+fn insert(conn: &mut PgConnection, row: &NewRow<'_>) -> Result<bool, StoreError> {
     let phase = Phase::of_write(conn);
     let inserted = diesel::insert_into(tf_outbox::table)
-        .values(&row)
+        .values(row)
         .on_conflict_do_nothing()
         .execute(conn)
         .or_store_error(phase)?;
@@ -80,11 +165,11 @@ fn insert(conn: &mut PgConnection, entry: &OutboxEntry) -> Result<bool, StoreErr
 /// As [`enqueue`]; [`StoreError::Conflict`] only where the *id* exists under
 /// another key, or under a stricter isolation than READ COMMITTED.
 pub fn enqueue_once(conn: &mut PgConnection, entry: &OutboxEntry) -> Result<Enqueued, StoreError> {
-    // A conflict that the database raises has aborted the transaction: nothing
-    // can be looked up in it.
-    if insert(conn, entry)? {
-        return Ok(Enqueued::New);
-    }
+    EnqueueLimits::default().enqueue_once(conn, entry)
+}
+
+/// The row that stands in the way of `entry`.
+fn duplicate_of(conn: &mut PgConnection, entry: &OutboxEntry) -> Result<Enqueued, StoreError> {
     tf_outbox::table
         .filter(tf_outbox::destination.eq(&entry.destination))
         .filter(tf_outbox::idempotency_key.eq(&entry.idempotency_key))
@@ -107,10 +192,10 @@ pub fn enqueue_once(conn: &mut PgConnection, entry: &OutboxEntry) -> Result<Enqu
 /// [`StoreError::Conflict`] leaves a READ COMMITTED transaction usable and
 /// without any of the rows (a savepoint sees to it).
 pub fn enqueue_all(conn: &mut PgConnection, entries: &[OutboxEntry]) -> Result<(), StoreError> {
-    let rows = entries
-        .iter()
-        .map(NewRow::of)
-        .collect::<Result<Vec<_>, _>>()?;
+    EnqueueLimits::default().enqueue_all(conn, entries)
+}
+
+fn all_or_none(conn: &mut PgConnection, rows: &[NewRow<'_>]) -> Result<(), StoreError> {
     if rows.is_empty() {
         return Ok(());
     }
@@ -118,13 +203,13 @@ pub fn enqueue_all(conn: &mut PgConnection, entries: &[OutboxEntry]) -> Result<(
         // A transaction of its own: a lost INSERT wrote nothing, a lost COMMIT
         // may have.
         return transaction(conn, "BEGIN", |conn| {
-            match insert_all(conn, &rows).or_store_error(Phase::Statement)? {
+            match insert_all(conn, rows).or_store_error(Phase::Statement)? {
                 true => Ok(()),
                 false => Err(StoreError::Conflict),
             }
         });
     }
-    let inserted = conn.transaction(|conn| match insert_all(conn, &rows)? {
+    let inserted = conn.transaction(|conn| match insert_all(conn, rows)? {
         true => Ok(()),
         false => Err(Error::RollbackTransaction),
     });
@@ -167,8 +252,8 @@ struct NewRow<'a> {
 }
 
 impl<'a> NewRow<'a> {
-    fn of(entry: &'a OutboxEntry) -> Result<Self, StoreError> {
-        check::entry(entry, MAX_PAYLOAD_BYTES)?;
+    fn of(entry: &'a OutboxEntry, limits: EnqueueLimits) -> Result<Self, StoreError> {
+        check::entry(entry, limits.max_payload)?;
         Ok(Self {
             outbox_id: entry.outbox_id.0,
             command_id: entry.command_id.0,

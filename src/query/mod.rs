@@ -35,7 +35,7 @@ mod transaction;
 
 pub use check::MAX_PAYLOAD_BYTES;
 pub use claim::claim_due;
-pub use enqueue::{Enqueued, enqueue, enqueue_all, enqueue_once};
+pub use enqueue::{EnqueueLimits, Enqueued, enqueue, enqueue_all, enqueue_once};
 pub use read::{get, list_for_command};
 pub use requeue::{redrive, release_expired_claims, reschedule, skip_failed};
 pub use settle::{mark_completed, mark_failed, mark_outcome_unknown};
