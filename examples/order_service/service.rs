@@ -1,21 +1,30 @@
 //! The order service: an ordinary blocking HTTP server. The one interesting
 //! function is [`place`].
 
-use std::io::Read;
-use std::sync::Arc;
-use std::thread;
+use std::io::{self, Read};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::time::Duration;
 
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, Pool};
 use diesel_outbox::{OutboxEntry, StoreError, enqueue};
+use oxhttp::model::header::{CONNECTION, CONTENT_TYPE, HeaderValue};
+use oxhttp::model::{Body, Method, Request, Response};
+use oxhttp::{ListeningServer, Server};
 use serde_json::{Value, json};
-use tiny_http::{Header, Method, Request, Response, Server};
 use uuid::Uuid;
 
 use crate::{Outcome, end_with_parent};
 
-const THREADS: usize = 8;
-const MAX_BODY: usize = 1 << 20;
+const CONNECTIONS: usize = 8;
+/// Clients at a time; each has a thread.
+const CLIENTS: usize = 128;
+/// How long a client may keep us waiting for its next byte.
+const PATIENCE: Duration = Duration::from_secs(10);
+const MAX_BODY: u64 = 1 << 20;
+/// Of a body that is too large this much is read all the same: a client that is
+/// still sending may miss an answer that comes with the end of its connection.
+const MAX_DRAINED: u64 = 8 << 20;
 
 diesel::table! {
     orders (id) {
@@ -62,45 +71,69 @@ fn place(conn: &mut PgConnection, key: &str, payload: &Value) -> Result<Uuid, Re
 
 pub(crate) fn run(url: &str) -> Outcome {
     end_with_parent(|| {});
-    let server = Arc::new(Server::http("127.0.0.1:0")?);
     let pool: Connections = Pool::builder()
-        .max_size(THREADS as u32)
+        .max_size(CONNECTIONS as u32)
         .build_unchecked(ConnectionManager::new(url));
-    let port = server.server_addr().to_ip().ok_or("no port")?.port();
+    let (port, server) = listen(move |request| serve(request, &pool))?;
     println!("port {port}");
-    let workers: Vec<_> = (0..THREADS)
-        .map(|_| {
-            let (server, pool) = (Arc::clone(&server), pool.clone());
-            thread::spawn(move || {
-                while let Ok(request) = server.recv() {
-                    serve(request, &pool);
-                }
-            })
-        })
-        .collect();
-    for worker in workers {
-        worker
-            .join()
-            .map_err(|_| "a thread of the service panicked")?;
-    }
-    Ok(())
+    Ok(server.join()?)
 }
 
-fn serve(mut request: Request, pool: &Connections) {
-    let (status, body) = match order(&mut request, pool) {
+/// On a free port. The server does not say which one it was given, so one is
+/// found for it; another process may be faster.
+fn listen(
+    handler: impl Fn(&mut Request<Body>) -> Response<Body> + Clone + Send + Sync + 'static,
+) -> io::Result<(u16, ListeningServer)> {
+    for _ in 0..10 {
+        let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?;
+        let server = Server::new(handler.clone())
+            .bind(SocketAddr::from((Ipv4Addr::LOCALHOST, free.port())))
+            .with_global_timeout(PATIENCE)
+            .with_max_concurrent_connections(CLIENTS);
+        match server.spawn() {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+            spawned => return Ok((free.port(), spawned?)),
+        }
+    }
+    Err(io::ErrorKind::AddrInUse.into())
+}
+
+fn serve(request: &mut Request<Body>, pool: &Connections) -> Response<Body> {
+    let (status, body) = match order(request, pool) {
         Ok(id) => (201, json!({ "id": id })),
         Err(Refusal::Bad(status, field, error)) => {
             (status, json!({ "error": error, "field": field }))
         }
         Err(refusal) => refused(refusal),
     };
-    let json = Header::from_bytes("content-type", "application/json");
-    let mut response = Response::from_string(body.to_string()).with_status_code(status);
-    if let Ok(json) = json {
-        response.add_header(json);
+    let mut response = Response::new(Body::from(body.to_string()));
+    if let Ok(status) = status.try_into() {
+        *response.status_mut() = status;
     }
-    // The client may be gone.
-    let _ = request.respond(response);
+    let json = HeaderValue::from_static("application/json");
+    response.headers_mut().insert(CONTENT_TYPE, json);
+    if status != 201 {
+        leave_unread(request);
+        let close = HeaderValue::from_static("close");
+        response.headers_mut().insert(CONNECTION, close);
+    }
+    response
+}
+
+/// The server reads what is left of a body before it answers, however much a
+/// client has announced; this ends the connection instead.
+fn leave_unread(request: &mut Request<Body>) {
+    if request
+        .body()
+        .len()
+        .is_none_or(|length| length <= MAX_DRAINED)
+    {
+        // The client may be gone.
+        let _ = io::copy(&mut request.body_mut().take(MAX_DRAINED), &mut io::sink());
+    }
+    *request.body_mut() = Body::empty();
+    let close = HeaderValue::from_static("close");
+    request.headers_mut().insert(CONNECTION, close);
 }
 
 /// What the database or the outbox said, in the client's terms.
@@ -131,29 +164,23 @@ fn field_of_order(field: Option<&str>) -> &'static str {
     }
 }
 
-fn order(request: &mut Request, pool: &Connections) -> Result<Uuid, Refusal> {
+fn order(request: &mut Request<Body>, pool: &Connections) -> Result<Uuid, Refusal> {
     let bad = |status, field, error| Err(Refusal::Bad(status, field, error));
-    if request.url() != "/orders" {
+    if request.uri().path() != "/orders" {
         return bad(404, "path", "there is only /orders");
     }
-    if *request.method() != Method::Post {
+    if *request.method() != Method::POST {
         return bad(405, "method", "only POST");
     }
-    if request
-        .body_length()
-        .is_some_and(|length| length > MAX_BODY)
-    {
+    if request.body().len().is_some_and(|length| length > MAX_BODY) {
         return bad(413, "body", "larger than 1 MiB");
     }
     let mut body = Vec::new();
-    let read = request
-        .as_reader()
-        .take(MAX_BODY as u64 + 1)
-        .read_to_end(&mut body);
+    let read = request.body_mut().take(MAX_BODY + 1).read_to_end(&mut body);
     if read.is_err() {
         return bad(400, "body", "cannot be read");
     }
-    if body.len() > MAX_BODY {
+    if body.len() as u64 > MAX_BODY {
         return bad(413, "body", "larger than 1 MiB");
     }
     let Ok(Value::Object(mut fields)) = serde_json::from_slice(&body) else {

@@ -51,7 +51,8 @@ impl Child {
         command
             .args(["--exact", name, "--nocapture"])
             .env(ROLE, name)
-            .envs(environment.iter().copied());
+            .envs(environment.iter().copied())
+            .stdin(Stdio::null());
         Self::run(name, command)
     }
 
@@ -63,13 +64,16 @@ impl Child {
             .nth(2)
             .expect("a test binary lies in target/<profile>/deps");
         let mut command = Command::new(profile.join("examples").join(name));
-        command.args(arguments).envs(environment.iter().copied());
+        // Some end when their standard input does.
+        command
+            .args(arguments)
+            .envs(environment.iter().copied())
+            .stdin(Stdio::piped());
         Self::run(name, command)
     }
 
     fn run(name: &str, mut command: Command) -> Self {
         let mut process = command
-            .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap_or_else(|error| panic!("spawning {name}: {error}"));
