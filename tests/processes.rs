@@ -280,7 +280,7 @@ fn frozen_in_the_transaction_to(status: &str) {
     let mut state_of_a = |wanted: &str| {
         eventually(SOON, wanted, || {
             diesel::sql_query(
-                "SELECT coalesce(wait_event_type, '') || ' ' || state AS state
+                "SELECT coalesce(wait_event_type, '') || ' ' || coalesce(state, '') AS state
                    FROM pg_stat_activity
                   WHERE datname = current_database() AND application_name = 'frozen'",
             )
