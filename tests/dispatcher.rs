@@ -394,6 +394,98 @@ fn senders_that_exhaust_the_applications_pool_do_not_stop_settling() {
     drop(taken);
 }
 
+/// Sessions of dispatchers in the database of `conn`.
+#[derive(QueryableByName, PartialEq, Eq, Hash, Debug, Clone)]
+struct Open {
+    #[diesel(sql_type = diesel::sql_types::Integer)]
+    pid: i32,
+    /// When its transaction began, if it is in one.
+    #[diesel(sql_type = diesel::sql_types::Nullable<diesel::sql_types::Text>)]
+    since: Option<String>,
+}
+
+fn sessions_of_dispatchers(conn: &mut PgConnection) -> Vec<Open> {
+    diesel::sql_query(
+        "SELECT pid, xact_start::text AS since FROM pg_stat_activity
+          WHERE datname = current_database() AND application_name LIKE 'diesel-outbox%'",
+    )
+    .load(conn)
+    .unwrap()
+}
+
+// Q4
+#[test]
+fn a_dispatcher_needs_few_connections_and_none_of_the_applications() {
+    let db = TestDb::new();
+    let pooled = diesel::r2d2::Pool::builder()
+        .max_size(1)
+        .build(diesel::r2d2::ConnectionManager::<PgConnection>::new(
+            db.url(),
+        ))
+        .unwrap();
+    let taken = pooled.get().unwrap();
+    enqueued(&db, 16);
+    let send = |_: &OutboxEntry| {
+        std::thread::sleep(Duration::from_secs(2));
+        Dispatched::completed()
+    };
+    let started = Instant::now();
+    let _running = dispatcher(&db, idempotent("a", send).with_concurrency(8))
+        .start()
+        .unwrap();
+    let mut conn = db.connect();
+    let mut most = 0;
+    eventually(Duration::from_secs(8), "all completed", || {
+        most = most.max(sessions_of_dispatchers(&mut conn).len());
+        (with_status(&mut conn, "completed") == 16).then_some(())
+    });
+    assert!(started.elapsed() >= Duration::from_secs(4));
+    assert!((1..=6).contains(&most), "{most} connections");
+    drop(taken);
+}
+
+// Q5
+#[test]
+fn no_transaction_is_open_while_a_sender_runs() {
+    let db = TestDb::new();
+    let (arrived, arrivals) = unbounded();
+    let send = move |entry: &OutboxEntry| {
+        let _ = arrived.send(i_of(entry));
+        std::thread::sleep(Duration::from_secs(5));
+        Dispatched::completed()
+    };
+    let running = dispatcher(&db, idempotent("a", send).with_concurrency(4))
+        .start()
+        .unwrap();
+    enqueued(&db, 4);
+    for _ in 0..4 {
+        arrivals.recv_timeout(SOON).unwrap();
+    }
+    let beside = dispatcher(&db, idempotent("b", |_| Dispatched::completed()))
+        .start()
+        .unwrap();
+    let mut conn = db.connect();
+    let other = OutboxEntry::new("b", "k", &json!({})).unwrap();
+    enqueue(&mut conn, &other).unwrap();
+    until_status(&mut conn, other.outbox_id, OutboxStatus::Completed);
+
+    let mut before: Vec<Open> = Vec::new();
+    let mut samples = 0;
+    while running.stats().completed == 0 {
+        let now: Vec<Open> = sessions_of_dispatchers(&mut conn)
+            .into_iter()
+            .filter(|session| session.since.is_some())
+            .collect();
+        let held: Vec<&Open> = now.iter().filter(|open| before.contains(open)).collect();
+        assert!(held.is_empty(), "{held:?}");
+        before = now;
+        samples += 1;
+        std::thread::sleep(ms(100));
+    }
+    assert!(samples > 10, "{samples}");
+    assert_eq!(beside.stats().completed, 1);
+}
+
 // D1
 #[test]
 fn a_stop_finishes_what_runs_and_hands_back_the_rest_untouched() {

@@ -260,23 +260,127 @@ fn up_refuses_an_invalid_index_and_says_which() {
     up(&mut conn);
 }
 
-#[test]
-fn up_keeps_an_index_that_was_made_ahead_of_time() {
+/// Their table, with `prepare` done to it, does not migrate; the error names `what`
+/// and nothing is changed.
+fn refused(prepare: &str, what: &str) {
     let db = TestDb::empty();
     up_theirs(&db);
     let mut conn = db.connect();
-    conn.batch_execute("ALTER TABLE tf_outbox ADD COLUMN unknown_since timestamptz")
-        .unwrap();
+    conn.batch_execute(prepare).unwrap();
+    let before = describe(&mut conn);
+    let refused = conn
+        .run_pending_migrations(migrations())
+        .unwrap_err()
+        .to_string();
+    assert!(refused.contains(what), "{prepare}: {refused}");
+    assert_eq!(describe(&mut conn), before);
+}
+
+#[test]
+fn up_refuses_an_index_of_another_definition_and_says_which() {
+    let what = "index of another definition (tf_outbox_claims)";
+    refused(
+        "DROP INDEX tf_outbox_claims; CREATE INDEX tf_outbox_claims ON tf_outbox (claim_worker_id)",
+        what,
+    );
+    // Like ours, and unique.
+    refused(
+        "DROP INDEX tf_outbox_claims; CREATE UNIQUE INDEX tf_outbox_claims
+             ON tf_outbox (claim_taken_at) WHERE status = 'dispatching'",
+        what,
+    );
+    // Neither ours nor the one that we replace.
+    refused(
+        "DROP INDEX tf_outbox_due; CREATE INDEX tf_outbox_due
+             ON tf_outbox (created_at, coalesce(next_attempt_at, '-infinity'))",
+        "index of another definition (tf_outbox_due)",
+    );
+}
+
+#[test]
+fn up_refuses_a_column_of_another_definition_and_says_which() {
+    let refused = |column: &str, name: &str| {
+        refused(
+            &format!("ALTER TABLE tf_outbox ADD COLUMN {column}"),
+            &format!("columns of another definition ({name})"),
+        );
+    };
+    refused("headers text", "headers");
+    // Without its collation it would sort otherwise than its index.
+    refused("ordering_key text", "ordering_key");
+    // An INSERT that does not know it would fail.
+    refused("lapse_count integer NOT NULL", "lapse_count");
+    // It is not told when the row was inserted.
+    refused(
+        "enqueued_at timestamptz NOT NULL DEFAULT now()",
+        "enqueued_at",
+    );
+}
+
+#[test]
+fn what_the_owner_has_set_for_vacuum_and_storage_stays() {
+    let db = TestDb::empty();
+    up_theirs(&db);
+    let mut conn = db.connect();
     conn.batch_execute(
-        "CREATE INDEX CONCURRENTLY tf_outbox_unknown
-             ON tf_outbox (destination, unknown_since, outbox_id)
-             WHERE status = 'outcome_unknown'",
+        "ALTER TABLE tf_outbox SET (autovacuum_vacuum_threshold = 77, fillfactor = 90);
+         ALTER INDEX tf_outbox_claims SET (fillfactor = 70)",
     )
     .unwrap();
-    let oid = "SELECT 'tf_outbox_unknown'::regclass::oid::text AS line";
-    let before = strings(&mut conn, oid);
+    let options = "SELECT concat_ws(' ', relname, o.option_name, o.option_value) AS line
+                     FROM pg_class, pg_options_to_table(reloptions) o
+                    WHERE relname LIKE 'tf_outbox%' ORDER BY 1";
+    let before = strings(&mut conn, options);
     up(&mut conn);
-    assert_eq!(strings(&mut conn, oid), before);
+    assert_eq!(
+        strings(&mut conn, options),
+        [
+            "tf_outbox autovacuum_analyze_scale_factor 0.02",
+            "tf_outbox autovacuum_analyze_threshold 1000",
+            "tf_outbox autovacuum_vacuum_scale_factor 0.01",
+            "tf_outbox autovacuum_vacuum_threshold 77",
+            "tf_outbox fillfactor 90",
+            "tf_outbox_claims fillfactor 70",
+        ]
+    );
+    down(&mut conn);
+    assert_eq!(strings(&mut conn, options), before);
+}
+
+/// The SQL of `docs/filled-table.md`, statement by statement.
+fn page_for_owners() -> Vec<String> {
+    let page = include_str!("../docs/filled-table.md");
+    let blocks = page.split("```sql\n").skip(1);
+    let statements = blocks.flat_map(|block| {
+        let (sql, _) = block.split_once("```").expect("a block has an end");
+        sql.split_inclusive(";\n")
+    });
+    statements.map(|sql| sql.trim().to_owned()).collect()
+}
+
+#[test]
+fn the_page_for_owners_of_a_filled_table_can_be_followed_to_the_letter() {
+    let (db, without) = (TestDb::empty(), TestDb::empty());
+    for db in [&db, &without] {
+        up_theirs(db);
+    }
+    fill_by_theirs(&db);
+    let mut conn = db.connect();
+    let statements = page_for_owners();
+    assert_eq!(statements.len(), 15);
+    // A second round does no harm: somebody begins again after a failure.
+    for statement in statements.iter().chain(&statements) {
+        conn.batch_execute(statement)
+            .unwrap_or_else(|error| panic!("{statement}: {error}"));
+    }
+    let indexes = "SELECT indexrelid::regclass || ' ' || indexrelid AS line FROM pg_index
+                    WHERE indrelid = 'tf_outbox'::regclass AND indexrelid::regclass::text NOT LIKE '%key'
+                       OR indexrelid::regclass::text = 'tf_outbox_key' ORDER BY 1";
+    let before = strings(&mut conn, indexes);
+    up(&mut conn);
+    assert_eq!(strings(&mut conn, indexes), before, "made again");
+    up(&mut without.connect());
+    assert_eq!(describe(&mut conn), describe(&mut without.connect()));
 }
 
 /// Case M2.

@@ -17,6 +17,7 @@ DO $$
 DECLARE
     ours   boolean := coalesce(obj_description(to_regclass('tf_outbox'), 'pg_class') LIKE '%Made by diesel-outbox.', false);
     shared boolean := false;
+    thing  text;
 BEGIN
     IF to_regclass('tf_outbox') IS NULL THEN
         DROP SEQUENCE IF EXISTS tf_outbox_claim_seq;
@@ -33,7 +34,16 @@ BEGIN
         RETURN;
     END IF;
 
-    DROP INDEX IF EXISTS tf_outbox_due, tf_outbox_ready, tf_outbox_ready_keyed, tf_outbox_key, tf_outbox_unknown;
+    FOR thing IN
+        SELECT i.indexrelid::regclass::text
+          FROM pg_catalog.pg_index i
+          JOIN pg_catalog.pg_class c ON c.oid = i.indexrelid
+         WHERE i.indrelid = 'tf_outbox'::regclass
+           AND c.relname IN ('tf_outbox_due', 'tf_outbox_ready', 'tf_outbox_ready_keyed',
+                             'tf_outbox_key', 'tf_outbox_unknown')
+    LOOP
+        EXECUTE format('DROP INDEX %s', thing);
+    END LOOP;
     ALTER TABLE tf_outbox
         DROP COLUMN IF EXISTS enqueued_at,
         DROP COLUMN IF EXISTS claim_seq,
@@ -44,12 +54,19 @@ BEGIN
         DROP COLUMN IF EXISTS halts_key,
         DROP COLUMN IF EXISTS headers,
         DROP COLUMN IF EXISTS probe_count;
-    ALTER TABLE tf_outbox RESET (
-        autovacuum_vacuum_scale_factor,
-        autovacuum_vacuum_threshold,
-        autovacuum_analyze_scale_factor,
-        autovacuum_analyze_threshold
-    );
+    -- Those that still have our value: another is the owner's.
+    FOR thing IN
+        SELECT o.option_name
+          FROM pg_catalog.pg_class c, pg_catalog.pg_options_to_table(c.reloptions) o
+         WHERE c.oid = 'tf_outbox'::regclass
+           AND (o.option_name, o.option_value) IN (
+                ('autovacuum_vacuum_scale_factor', '0.01'),
+                ('autovacuum_vacuum_threshold', '1000'),
+                ('autovacuum_analyze_scale_factor', '0.02'),
+                ('autovacuum_analyze_threshold', '1000'))
+    LOOP
+        EXECUTE format('ALTER TABLE tf_outbox RESET (%I)', thing);
+    END LOOP;
     CREATE INDEX tf_outbox_due ON tf_outbox (created_at, outbox_id) WHERE status = 'pending';
     DROP SEQUENCE tf_outbox_claim_seq;
     -- From here on the table is theirs, also for a later `up` and `down`.

@@ -54,79 +54,152 @@ COMMENT ON COLUMN tf_outbox.halts_key IS 'On a failed row: later rows of its key
 COMMENT ON COLUMN tf_outbox.headers IS 'What travels beside the payload: trace context, content type. An object of strings.';
 COMMENT ON COLUMN tf_outbox.probe_count IS 'How often reconciliation has asked about this row.';
 
-CREATE SEQUENCE IF NOT EXISTS tf_outbox_claim_seq AS bigint;
-
--- The async implementation's index of this name walks every undue row; ours
--- serves its claim as well. One that has been made ahead of time is kept.
+-- IF NOT EXISTS also passes over a column of the same name and another meaning: one
+-- made ahead of time with a slip, or one of the host's own.
 DO $$
+DECLARE
+    wrong text;
 BEGIN
-    IF to_regclass('tf_outbox_due') IS NOT NULL
-       AND pg_get_indexdef(to_regclass('tf_outbox_due')) NOT ILIKE '%coalesce%' THEN
-        DROP INDEX tf_outbox_due;
+    SELECT string_agg(name, ', ' ORDER BY name) INTO wrong
+      FROM (VALUES
+            ('outbox_id',        'uuid',                     true,  NULL),
+            ('command_id',       'uuid',                     true,  NULL),
+            ('destination',      'text',                     true,  NULL),
+            ('payload',          'jsonb',                    true,  NULL),
+            ('idempotency_key',  'text',                     true,  NULL),
+            ('status',           'text',                     true,  NULL),
+            ('attempt_count',    'integer',                  true,  NULL),
+            ('next_attempt_at',  'timestamp with time zone', false, NULL),
+            ('created_at',       'timestamp with time zone', true,  NULL),
+            ('completed_at',     'timestamp with time zone', false, NULL),
+            ('claim_worker_id',  'text',                     false, NULL),
+            ('claim_taken_at',   'timestamp with time zone', false, NULL),
+            ('last_failure',     'text',                     false, NULL),
+            ('remote_ref',       'text',                     false, NULL),
+            ('enqueued_at',      'timestamp with time zone', true,  'statement_timestamp()'),
+            ('claim_seq',        'bigint',                   false, NULL),
+            ('claim_expires_at', 'timestamp with time zone', false, NULL),
+            ('lapse_count',      'integer',                  true,  '0'),
+            ('unknown_since',    'timestamp with time zone', false, NULL),
+            ('ordering_key',     'text',                     false, NULL),
+            ('halts_key',        'boolean',                  true,  'false'),
+            ('headers',          'jsonb',                    false, NULL),
+            ('probe_count',      'integer',                  true,  '0')
+           ) expected (name, type, not_null, value)
+      LEFT JOIN pg_catalog.pg_attribute a
+        ON a.attrelid = 'tf_outbox'::regclass AND a.attname = name AND NOT a.attisdropped
+      LEFT JOIN pg_catalog.pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+      LEFT JOIN pg_catalog.pg_collation l ON l.oid = a.attcollation
+     WHERE a.attname IS NULL
+        OR format_type(a.atttypid, a.atttypmod) <> type
+        OR a.attnotnull <> not_null
+        OR (value IS NOT NULL AND pg_get_expr(d.adbin, d.adrelid) IS DISTINCT FROM value)
+        OR (name = 'ordering_key' AND l.collname <> 'C');
+    IF wrong IS NOT NULL THEN
+        RAISE EXCEPTION 'tf_outbox has columns of another definition (%): see docs/filled-table.md', wrong;
     END IF;
 END
 $$;
 
-CREATE INDEX IF NOT EXISTS tf_outbox_due
-    ON tf_outbox (created_at, outbox_id, coalesce(next_attempt_at, '-infinity'::timestamptz))
-    WHERE status = 'pending';
+CREATE SEQUENCE IF NOT EXISTS tf_outbox_claim_seq AS bigint;
 
-CREATE INDEX IF NOT EXISTS tf_outbox_by_command
-    ON tf_outbox (command_id, created_at, outbox_id);
-
-CREATE INDEX IF NOT EXISTS tf_outbox_claims
-    ON tf_outbox (claim_taken_at)
-    WHERE status = 'dispatching';
-
--- What the dispatcher claims, in the order in which rows came due. Apart for rows
--- with a key and without: a pile that waits on one key stands in nobody's way.
-CREATE INDEX IF NOT EXISTS tf_outbox_ready
-    ON tf_outbox (destination, greatest(enqueued_at, next_attempt_at), outbox_id)
-    WHERE status = 'pending' AND ordering_key IS NULL;
-
-CREATE INDEX IF NOT EXISTS tf_outbox_ready_keyed
-    ON tf_outbox (destination, greatest(enqueued_at, next_attempt_at), outbox_id)
-    WHERE status = 'pending' AND ordering_key IS NOT NULL;
-
--- Order per key. False sorts first, so the first entry of a key says all: what
--- blocks it (in flight, unknown, failed and halting), or else its head.
-CREATE INDEX IF NOT EXISTS tf_outbox_key
-    ON tf_outbox (destination, ordering_key, (status = 'pending'), created_at, outbox_id)
-    WHERE ordering_key IS NOT NULL
-      AND (status IN ('pending', 'dispatching', 'outcome_unknown') OR (halts_key AND status = 'failed'));
-
--- What reconciliation looks through: normally empty.
-CREATE INDEX IF NOT EXISTS tf_outbox_unknown
-    ON tf_outbox (destination, unknown_since, outbox_id)
-    WHERE status = 'outcome_unknown';
-
--- IF NOT EXISTS also finds an index that a failed CREATE INDEX CONCURRENTLY
--- left behind; such a one would never be used. The host's own are its business.
+-- The indexes. One that was made ahead of time is kept if it is valid and is the
+-- one that would be made here, which an empty table of the same columns tells; its
+-- tablespace and storage parameters are its owner's business. A failed CREATE INDEX
+-- CONCURRENTLY leaves an invalid one behind, which would never be used.
 DO $$
 DECLARE
-    broken text;
+    wanted record;
+    made   record;
+    other  text := '';
+    broken text := '';
 BEGIN
-    SELECT string_agg(c.relname, ', ' ORDER BY c.relname) INTO broken
-      FROM pg_catalog.pg_index i
-      JOIN pg_catalog.pg_class c ON c.oid = i.indexrelid
-     WHERE i.indrelid = to_regclass('tf_outbox') AND NOT i.indisvalid
-       AND c.relname IN ('tf_outbox_due', 'tf_outbox_by_command', 'tf_outbox_claims',
-                         'tf_outbox_ready', 'tf_outbox_ready_keyed', 'tf_outbox_key',
-                         'tf_outbox_unknown');
-    IF broken IS NOT NULL THEN
+    CREATE TABLE tf_outbox_pattern (LIKE tf_outbox);
+    FOR wanted IN
+        SELECT * FROM (VALUES
+            -- Serves the public claim, and that of the async implementation, whose
+            -- own index of this name walks every row that is not due yet.
+            ('tf_outbox_due', $i$
+                (created_at, outbox_id, coalesce(next_attempt_at, '-infinity'::timestamptz))
+                WHERE status = 'pending' $i$),
+            -- These two are as the async implementation has them.
+            ('tf_outbox_by_command', $i$ (command_id, created_at, outbox_id) $i$),
+            ('tf_outbox_claims', $i$ (claim_taken_at) WHERE status = 'dispatching' $i$),
+            -- What the dispatcher claims, in the order in which rows came due. Apart
+            -- for rows with a key and without: a pile that waits on one key stands
+            -- in nobody's way.
+            ('tf_outbox_ready', $i$
+                (destination, greatest(enqueued_at, next_attempt_at), outbox_id)
+                WHERE status = 'pending' AND ordering_key IS NULL $i$),
+            ('tf_outbox_ready_keyed', $i$
+                (destination, greatest(enqueued_at, next_attempt_at), outbox_id)
+                WHERE status = 'pending' AND ordering_key IS NOT NULL $i$),
+            -- Order per key. False sorts first, so the first entry of a key says all:
+            -- what blocks it (in flight, unknown, failed and halting), or else its head.
+            ('tf_outbox_key', $i$
+                (destination, ordering_key, (status = 'pending'), created_at, outbox_id)
+                WHERE ordering_key IS NOT NULL
+                  AND (status IN ('pending', 'dispatching', 'outcome_unknown') OR (halts_key AND status = 'failed')) $i$),
+            -- What reconciliation looks through: normally empty.
+            ('tf_outbox_unknown', $i$
+                (destination, unknown_since, outbox_id)
+                WHERE status = 'outcome_unknown' $i$)
+        ) w (name, definition)
+    LOOP
+        EXECUTE format('CREATE INDEX tf_outbox_pattern_index ON tf_outbox_pattern %s', wanted.definition);
+        SELECT i.indexrelid::regclass AS index, i.indisvalid AS valid,
+               NOT i.indisunique
+               AND regexp_replace(split_part(pg_get_indexdef(i.indexrelid), ' USING ', 2), ' WITH \([^)]*\)', '')
+                   = split_part(pg_get_indexdef('tf_outbox_pattern_index'::regclass), ' USING ', 2) AS same,
+               wanted.name = 'tf_outbox_due'
+               AND pg_get_indexdef(i.indexrelid) LIKE '% USING btree (created_at, outbox_id) WHERE (status = ''pending''::text)' AS theirs
+          INTO made
+          FROM pg_catalog.pg_index i
+          JOIN pg_catalog.pg_class c ON c.oid = i.indexrelid
+         WHERE i.indrelid = 'tf_outbox'::regclass AND c.relname = wanted.name;
+        DROP INDEX tf_outbox_pattern_index;
+        IF made.theirs THEN
+            EXECUTE format('DROP INDEX %s', made.index);
+        END IF;
+        IF made.index IS NULL OR made.theirs THEN
+            EXECUTE format('CREATE INDEX %I ON tf_outbox %s', wanted.name, wanted.definition);
+        ELSIF NOT made.same THEN
+            other := concat_ws(', ', nullif(other, ''), wanted.name);
+        ELSIF NOT made.valid THEN
+            broken := concat_ws(', ', nullif(broken, ''), wanted.name);
+        END IF;
+    END LOOP;
+    DROP TABLE tf_outbox_pattern;
+    IF other <> '' THEN
+        RAISE EXCEPTION 'tf_outbox has an index of another definition (%): drop it or rename it, and run the migration again', other;
+    END IF;
+    IF broken <> '' THEN
         RAISE EXCEPTION 'tf_outbox has an invalid index (%): drop it and run the migration again', broken;
     END IF;
 END
 $$;
 
 -- Every row is updated twice or more in its life and no update is HOT, so dead
--- rows gather fast.
-ALTER TABLE tf_outbox SET (
-    autovacuum_vacuum_scale_factor = 0.01,
-    autovacuum_vacuum_threshold = 1000,
-    autovacuum_analyze_scale_factor = 0.02,
-    autovacuum_analyze_threshold = 1000
-);
+-- rows gather fast. What the owner has set stays.
+DO $$
+DECLARE
+    setting record;
+BEGIN
+    FOR setting IN
+        SELECT * FROM (VALUES
+            ('autovacuum_vacuum_scale_factor', '0.01'),
+            ('autovacuum_vacuum_threshold', '1000'),
+            ('autovacuum_analyze_scale_factor', '0.02'),
+            ('autovacuum_analyze_threshold', '1000')
+        ) s (name, value)
+         WHERE name NOT IN (SELECT o.option_name
+                              FROM pg_catalog.pg_class c, pg_catalog.pg_options_to_table(c.reloptions) o
+                             WHERE c.oid = 'tf_outbox'::regclass)
+    LOOP
+        EXECUTE format('ALTER TABLE tf_outbox SET (%I = %s)', setting.name, setting.value);
+    END LOOP;
+END
+$$;
 
 -- What the dispatcher asks and typed Diesel cannot say. STABLE is load-bearing:
 -- the functions read with the snapshot of the calling statement. Their conditions
