@@ -83,6 +83,11 @@ impl Backoff {
         ceiling.mul_f64(1.0 - self.jitter * unit_random())
     }
 
+    /// The delay that a remote asks for, within ours.
+    pub(crate) fn clamped(&self, wish: Duration) -> Duration {
+        wish.max(self.initial).min(self.max)
+    }
+
     /// The name of the setting that makes no sense, if one does not.
     pub(crate) fn fault(&self) -> Option<&'static str> {
         if self.initial.is_zero() {
@@ -130,6 +135,14 @@ mod tests {
             last = delay;
         }
         assert_eq!(backoff.delay(0), SECOND);
+    }
+
+    #[test]
+    fn a_wish_is_kept_within_the_bounds() {
+        let backoff = Backoff::exponential(SECOND, HOUR);
+        assert_eq!(backoff.clamped(Duration::ZERO), SECOND);
+        assert_eq!(backoff.clamped(90 * SECOND), 90 * SECOND);
+        assert_eq!(backoff.clamped(Duration::MAX), HOUR);
     }
 
     #[test]

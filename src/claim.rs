@@ -41,11 +41,11 @@ pub enum KeyPolicy {
 }
 
 /// What the dispatcher claims with.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Claim<'a> {
-    pub(crate) destination: &'a str,
+#[derive(Debug, Clone)]
+pub(crate) struct Claim {
+    pub(crate) destination: String,
     pub(crate) limit: usize,
-    pub(crate) worker_id: &'a str,
+    pub(crate) worker_id: String,
     pub(crate) lease: Duration,
     pub(crate) max_attempts: u32,
     /// For rows that are failed instead of being handed out.

@@ -121,8 +121,8 @@ pub mod turnframe;
 pub use backoff::Backoff;
 pub use claim::KeyPolicy;
 pub use dispatcher::{
-    ConfigError, Destination, Dispatcher, DispatcherBuilder, DispatcherHandle, Route, Stats,
-    StopReport,
+    ConfigError, Destination, DestinationState, Dispatcher, DispatcherBuilder, DispatcherHandle,
+    Pause, Route, Stats, StopReport,
 };
 pub use entry::OutboxEntry;
 pub use error::{StoreError, code};

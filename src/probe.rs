@@ -9,9 +9,9 @@ use crate::backoff::Backoff;
 use crate::claim::KeyPolicy;
 
 /// Which rows to ask about.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Probe<'a> {
-    pub(crate) destination: &'a str,
+#[derive(Debug, Clone)]
+pub(crate) struct Probe {
+    pub(crate) destination: String,
     /// How long a row must have been unknown.
     pub(crate) settle_delay: Duration,
     /// How long it must have been time to ask.
@@ -19,10 +19,10 @@ pub(crate) struct Probe<'a> {
     /// How long the asker has for its answer: nobody else asks meanwhile.
     pub(crate) answer_within: Duration,
     /// When to ask again, by the number of times asked.
-    pub(crate) backoff: &'a Backoff,
+    pub(crate) backoff: Backoff,
     pub(crate) limit: i64,
     /// Rows whose call still runs in this process, or that it is asking about.
-    pub(crate) except: &'a [Uuid],
+    pub(crate) except: Vec<Uuid>,
     pub(crate) max_attempts: u32,
 }
 

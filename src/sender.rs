@@ -1,5 +1,7 @@
 //! What the application implements: calling the remote, and asking it.
 
+use std::time::Duration;
+
 use crate::entry::OutboxEntry;
 use crate::record::OutboxRecord;
 
@@ -21,6 +23,11 @@ pub enum Dispatched {
     Retryable {
         /// A stable code: 1 to 100 of `A-Z a-z 0-9 . _ -`.
         code: String,
+        /// How long the remote itself asks to be left alone, as in the header
+        /// `Retry-After` of HTTP (RFC 9110, 10.2.3). It replaces the delay of the
+        /// destination's [`Backoff`](crate::Backoff), without jitter, and is cut to
+        /// between its initial and its longest delay. `None`: the backoff decides.
+        retry_after: Option<Duration>,
     },
     /// The remote refused it and would again. The row becomes `failed`.
     Permanent {
@@ -45,7 +52,20 @@ impl Dispatched {
     /// It did not arrive, for the reason `code`.
     #[must_use]
     pub fn retryable(code: impl Into<String>) -> Self {
-        Self::Retryable { code: code.into() }
+        Self::Retryable {
+            code: code.into(),
+            retry_after: None,
+        }
+    }
+
+    /// It did not arrive, for the reason `code`, and the remote asks to be left
+    /// alone for `wait`.
+    #[must_use]
+    pub fn retryable_after(code: impl Into<String>, wait: Duration) -> Self {
+        Self::Retryable {
+            code: code.into(),
+            retry_after: Some(wait),
+        }
     }
 
     /// The remote refused it, for the reason `code`.

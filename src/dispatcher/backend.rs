@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::bell::Bell;
+use super::bell::Ear;
 pub(crate) use crate::claim::{
     Claim, Claimed, Due, Fence, KeyedClaim, Keys, Outcome, Settlement, Verdict,
 };
@@ -19,7 +19,7 @@ pub(crate) trait Backend: Send + Sync + 'static {
 
     /// Rings whenever there may be new work, and lets the claimer rest for as long
     /// as it is sure to be woken, until the dispatcher ends.
-    fn listen(&self, bell: &Bell);
+    fn listen(&self, ear: &Ear);
 }
 
 /// Each call is one transaction or one statement.
@@ -27,10 +27,12 @@ pub(crate) trait Session: Send {
     /// Which of `destinations` have something due.
     fn due(&mut self, destinations: &[String]) -> Result<Due, StoreError>;
     /// Claims rows without an ordering key.
-    fn claim(&mut self, claim: &Claim<'_>) -> Result<Claimed, StoreError>;
+    fn claim(&mut self, claim: &Claim) -> Result<Claimed, StoreError>;
     /// Claims rows with one, each the head of its key. `cursor` is what the last
     /// call for the destination returned, at first empty.
-    fn claim_keyed(&mut self, claim: &Claim<'_>, cursor: &str) -> Result<KeyedClaim, StoreError>;
+    fn claim_keyed(&mut self, claim: &Claim, cursor: &str) -> Result<KeyedClaim, StoreError>;
+    /// What the store holds as claimed by `worker_id`.
+    fn held(&mut self, worker_id: &str) -> Result<Vec<Fence>, StoreError>;
     fn settle(
         &mut self,
         worker_id: &str,
@@ -53,8 +55,8 @@ pub(crate) trait Session: Send {
     fn with_unknown(&mut self, destinations: &[String]) -> Result<Vec<String>, StoreError>;
     fn claim_probes(
         &mut self,
-        probe: &Probe<'_>,
+        probe: &Probe,
     ) -> Result<Vec<(ProbeFence, OutboxRecord)>, StoreError>;
-    fn resend_ripe(&mut self, probe: &Probe<'_>) -> Result<usize, StoreError>;
+    fn resend_ripe(&mut self, probe: &Probe) -> Result<usize, StoreError>;
     fn answer(&mut self, fence: ProbeFence, answer: &Answer) -> Result<bool, StoreError>;
 }

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, select};
 
-use super::backend::{Claim, Claimed, Keys, Outcome, Session};
+use super::backend::{Claim, Claimed, Keys, Outcome, Session, Settlement, Verdict};
 use super::bell::{Found, UNHEARD};
-use super::lane::Lane;
+use super::lane::{Lane, Room};
 use super::shared::{Shared, Trouble};
 use super::stats::add;
 use super::worker::ensure_workers;
@@ -23,6 +23,10 @@ const BLOCKED: Duration = Duration::from_millis(250);
 /// A look at blocked keys is not repeated sooner, unless a row of a key was
 /// settled here.
 const BLOCKED_LOOK: Duration = Duration::from_millis(10);
+/// How often to look for claims whose answer was lost, while there may be any.
+const ORPHANS: Duration = Duration::from_secs(1);
+/// Tokens of a rate are not waited for one by one when they come fast.
+const TOKENS: Duration = Duration::from_millis(5);
 /// Another dispatcher was looking: it is done within this range of waits.
 const BUSY: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(5)];
 
@@ -49,6 +53,20 @@ impl Look {
         }
     }
 
+    /// Nothing is claimed for a destination.
+    fn without_room(&mut self, room: Room) {
+        match room {
+            Room::For(_) => {}
+            Room::Full => self.full = true,
+            Room::Later(wait) => {
+                self.full = true;
+                self.within(wait.max(TOKENS));
+            }
+            Room::Paused(Some(wait)) => self.within(wait),
+            Room::Paused(None) => {}
+        }
+    }
+
     fn within(&mut self, wait: Duration) {
         self.wait = self.wait.min(wait);
     }
@@ -69,11 +87,22 @@ pub(crate) struct Claimer<'a> {
     shared: &'a Arc<Shared>,
     session: &'a mut dyn Session,
     keyed: Vec<KeyedHints>,
+    /// Claims may have been taken that we do not know of.
+    suspicion: Option<Suspicion>,
+}
+
+/// An answer to a claim was lost or late.
+#[derive(Debug, Clone, Copy)]
+struct Suspicion {
+    /// By then every such claim has lapsed.
+    until: Instant,
+    /// When to look for them next.
+    next: Instant,
 }
 
 pub(crate) fn run(shared: &Arc<Shared>, wake: &Receiver<()>) {
-    let mut session = shared.backend.session("claimer");
-    let mut claimer = Claimer::new(shared, session.as_mut());
+    let mut session = shared.session("claimer");
+    let mut claimer = Claimer::new(shared, &mut session);
     let mut trouble = Trouble::new("claimer");
     while !shared.is_stopping() {
         let ticket = shared.bell.ticket();
@@ -131,12 +160,65 @@ impl<'a> Claimer<'a> {
             shared,
             session,
             keyed,
+            suspicion: None,
         }
     }
 
-    /// Claims what there is room for: one statement tells which destinations have
-    /// something due, and a claim follows only for those.
+    /// Claims what there is room for, and finds what a lost answer left behind.
     pub(crate) fn look(&mut self) -> Result<Look, StoreError> {
+        let result = self.hand_back_orphans().and_then(|()| self.claim_for_all());
+        if result.is_err() {
+            let now = Instant::now();
+            self.suspicion = Some(Suspicion {
+                until: now + 2 * self.shared.lease,
+                next: now,
+            });
+        }
+        result
+    }
+
+    /// A claim whose answer did not reach us may have been committed, now or when a
+    /// frozen server goes on. What the store holds as ours and we have never had in
+    /// hand was never begun, and is handed back.
+    ///
+    /// This thread is the only one that claims, so whatever is held and was known
+    /// neither before nor since is such a row.
+    fn hand_back_orphans(&mut self) -> Result<(), StoreError> {
+        let now = Instant::now();
+        let Some(suspicion) = self.suspicion.filter(|s| s.next <= now) else {
+            return Ok(());
+        };
+        let shared = self.shared;
+        let known = shared.flights.known();
+        let held = self.session.held(&shared.worker_id)?;
+        shared.flights.forget_let_go(&held);
+        let orphans: Vec<Settlement> = held
+            .into_iter()
+            .filter(|fence| !known.contains(&fence.seq))
+            .map(|fence| Settlement {
+                fence,
+                outcome: Outcome::GiveBack,
+            })
+            .collect();
+        if !orphans.is_empty() {
+            tracing::warn!(
+                rows = orphans.len(),
+                "claims whose answer was lost are handed back"
+            );
+            let verdicts = self.session.settle(&shared.worker_id, &orphans)?;
+            let settled = verdicts.iter().filter(|v| **v == Verdict::Settled).count();
+            add(&shared.counters.orphans, settled);
+        }
+        self.suspicion = (suspicion.until > now).then_some(Suspicion {
+            next: now + ORPHANS,
+            ..suspicion
+        });
+        Ok(())
+    }
+
+    /// One statement tells which destinations have something due, and a claim
+    /// follows only for those.
+    fn claim_for_all(&mut self) -> Result<Look, StoreError> {
         let shared = self.shared;
         let mut found = Look {
             more: false,
@@ -144,24 +226,30 @@ impl<'a> Claimer<'a> {
             busy: false,
             wait: shared.poll,
         };
+        if let Some(suspicion) = self.suspicion {
+            found.within(suspicion.next.saturating_duration_since(Instant::now()));
+        }
         // Without leases that last, a claim is an unknown outcome in the making.
         if !shared.renewing.load(Ordering::Acquire) {
             return Ok(found);
         }
-        let open: Vec<(usize, &Lane)> = shared
-            .lanes
-            .iter()
-            .enumerate()
-            .filter(|(_, lane)| lane.free(shared.batch) > 0)
-            .collect();
-        found.full = open.len() < shared.lanes.len();
+        let now = Instant::now();
+        // Those that wait for a token are asked about too: only if something is due
+        // is there anything to wait for.
+        let mut open: Vec<(usize, &Lane, Room)> = Vec::with_capacity(shared.lanes.len());
+        for (index, lane) in shared.lanes.iter().enumerate() {
+            match lane.room(shared.batch, now) {
+                room @ (Room::For(_) | Room::Later(_)) => open.push((index, lane, room)),
+                room => found.without_room(room),
+            }
+        }
         if open.is_empty() {
             found.busy = true;
             return Ok(found);
         }
         let names: Vec<String> = open
             .iter()
-            .map(|(_, lane)| lane.destination.name.clone())
+            .map(|(_, lane, _)| lane.destination.name.clone())
             .collect();
         let due = self.session.due(&names)?;
         if let Some(next) = due.next {
@@ -169,10 +257,15 @@ impl<'a> Claimer<'a> {
         }
         let ready: HashSet<&str> = due.ready.iter().map(String::as_str).collect();
         let keyed: HashSet<&str> = due.keyed.iter().map(String::as_str).collect();
-        for (index, lane) in open {
+        for (index, lane, room) in open {
             let name = lane.destination.name.as_str();
-            let is_ready = ready.contains(name);
-            if keyed.contains(name) {
+            let (is_ready, is_keyed) = (ready.contains(name), keyed.contains(name));
+            if let Room::Later(_) = room {
+                if is_ready || is_keyed {
+                    found.busy = true;
+                    found.without_room(room);
+                }
+            } else if is_keyed {
                 // Neither kind starves the other of slots: they take turns.
                 let first = is_ready && std::mem::take(&mut self.keyed[index].first);
                 if is_ready && !first {
@@ -249,25 +342,34 @@ impl<'a> Claimer<'a> {
 
     /// How many rows may be claimed, if any.
     fn room(&self, index: usize, found: &mut Look) -> Option<usize> {
-        let free = self.shared.lanes[index].free(self.shared.batch);
-        if free == 0 || self.shared.is_stopping() {
-            found.full = true;
-            return None;
+        match self.shared.lanes[index].room(self.shared.batch, Instant::now()) {
+            Room::For(rows) if !self.shared.is_stopping() => Some(rows),
+            Room::For(_) => {
+                found.full = true;
+                None
+            }
+            room => {
+                found.without_room(room);
+                None
+            }
         }
-        Some(free)
     }
 
+    /// There is probably more to claim.
     fn full(&self, index: usize, found: &mut Look) {
         found.full = true;
-        found.more |= self.shared.lanes[index].free(self.shared.batch) > 0;
+        match self.shared.lanes[index].room(self.shared.batch, Instant::now()) {
+            Room::For(_) => found.more = true,
+            room => found.without_room(room),
+        }
     }
 
-    fn claim(&self, index: usize, limit: usize) -> Claim<'a> {
+    fn claim(&self, index: usize, limit: usize) -> Claim {
         let destination = &self.shared.lanes[index].destination;
         Claim {
-            destination: &destination.name,
+            destination: destination.name.clone(),
             limit,
-            worker_id: &self.shared.worker_id,
+            worker_id: self.shared.worker_id.clone(),
             lease: self.shared.lease,
             max_attempts: destination.max_attempts,
             on_failure: destination.on_failure,
@@ -279,6 +381,7 @@ impl<'a> Claimer<'a> {
         let shared = self.shared;
         let lane = &shared.lanes[index];
         add(&shared.counters.claimed, claimed.found());
+        lane.spend(claimed.rows.len());
         add(&shared.counters.failed, claimed.corrupt + claimed.exhausted);
         if claimed.corrupt > 0 {
             tracing::warn!(

@@ -4,7 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::breaker::BreakerPolicy;
 use super::config::ConfigError;
+use super::rate::RatePolicy;
 use crate::backoff::Backoff;
 use crate::claim::KeyPolicy;
 use crate::sender::{OutboxReconciler, OutboxSender};
@@ -41,6 +43,8 @@ pub struct Destination {
     pub(crate) max_attempts: u32,
     pub(crate) max_abandoned: usize,
     pub(crate) on_failure: KeyPolicy,
+    pub(crate) rate: Option<RatePolicy>,
+    pub(crate) breaker: Option<BreakerPolicy>,
 }
 
 impl Destination {
@@ -86,6 +90,8 @@ impl Destination {
             max_attempts: 20,
             max_abandoned: 8,
             on_failure: KeyPolicy::Pass,
+            rate: None,
+            breaker: None,
         }
     }
 
@@ -166,6 +172,26 @@ impl Destination {
         self
     }
 
+    /// At most `rows` calls begin in `per`, on the average and by each dispatcher:
+    /// a token bucket that holds `rows` tokens and is full at the start. Without a
+    /// token nothing is claimed, so no attempt is spent on waiting, and nothing is
+    /// prefetched. Zero of either is refused. Default: no limit.
+    pub fn with_rate(mut self, rows: u32, per: Duration) -> Self {
+        self.rate = Some(RatePolicy { rows, per });
+        self
+    }
+
+    /// A circuit breaker: after `failures` calls in a row that were not answered
+    /// (retryable, unknown, timed out, panicked) nothing is claimed for `open_for`,
+    /// so that an outage of the remote costs no attempts. Then one call is let
+    /// through; if it is answered, be it with a refusal, all are again. Rows that
+    /// wait for a worker when it opens are handed back. Zero of either is refused.
+    /// Default: none, for only the application knows how patient its remote is.
+    pub fn with_breaker(mut self, failures: u32, open_for: Duration) -> Self {
+        self.breaker = Some(BreakerPolicy { failures, open_for });
+        self
+    }
+
     /// What a failed row means for the later rows of its ordering key. It says
     /// nothing about rows without one. Default [`KeyPolicy::Pass`]: a row that the
     /// remote refuses holds up nobody for ever.
@@ -198,7 +224,19 @@ impl Destination {
         } else {
             self.backoff.fault().or_else(|| self.probe_backoff.fault())
         };
-        fault.map_or(Ok(()), |field| Err(ConfigError::new(field)))
+        if let Some(field) = fault {
+            return Err(ConfigError::new(field));
+        }
+        if let Some(rate) = self.rate {
+            rate.check()?;
+        }
+        match self.breaker {
+            Some(breaker) if breaker.failures == 0 => Err(ConfigError::new("breaker.failures")),
+            Some(breaker) if breaker.open_for.is_zero() => {
+                Err(ConfigError::new("breaker.open_for"))
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! The claims that this process holds, and how far each one is.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -45,6 +45,9 @@ struct Inner {
     overdue: HashMap<Uuid, Instant>,
     /// Rows that a reconciler is asked about.
     questions: HashMap<Uuid, Question>,
+    /// Claims that were let go with their outcome unwritten, after their call had
+    /// begun: the store may hold them yet.
+    let_go: HashSet<i64>,
 }
 
 #[derive(Debug)]
@@ -194,6 +197,24 @@ impl Flights {
             .flights
             .get(&fence.seq)
             .is_none_or(|flight| flight.lease_until <= Instant::now())
+    }
+
+    /// Claims that are ours to deal with: those in hand, and those that were let go.
+    pub(crate) fn known(&self) -> HashSet<i64> {
+        let inner = self.lock();
+        let held = inner.flights.keys().chain(&inner.let_go);
+        held.copied().collect()
+    }
+
+    /// A claim ends here with its outcome unwritten, and its call has begun.
+    pub(crate) fn let_go(&self, fence: Fence) {
+        self.lock().let_go.insert(fence.seq);
+    }
+
+    /// Claims that were let go and are not among `held` are over for good.
+    pub(crate) fn forget_let_go(&self, held: &[Fence]) {
+        let held: HashSet<i64> = held.iter().map(|fence| fence.seq).collect();
+        self.lock().let_go.retain(|seq| held.contains(seq));
     }
 
     /// What is to be renewed.

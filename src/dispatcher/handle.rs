@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender};
 
 use super::shared::{Ends, Shared};
-use super::stats::Stats;
-use super::{claimer, lease, maintenance, reconcile, settler, worker};
+use super::stats::{DestinationState, Stats};
+use super::{claimer, lease, listener, maintenance, reconcile, settler, worker};
 use crate::error::code;
 
 /// How long dropping the handle waits.
@@ -56,10 +56,7 @@ impl DispatcherHandle {
         let Ends { wake, ask, .. } = ends.clone();
         let mut handle = Self::start_settling(shared, ends);
         handle.spawn("maintenance", move |shared| maintenance::run(&shared, &ask));
-        handle.spawn("listener", |shared| {
-            let backend = Arc::clone(&shared.backend);
-            backend.listen(&shared.bell);
-        });
+        handle.spawn("listener", |shared| listener::keep_listening(&shared));
         handle.spawn("claimer", move |shared| claimer::run(&shared, &wake));
         handle
     }
@@ -102,6 +99,17 @@ impl DispatcherHandle {
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.shared.counters.read()
+    }
+
+    /// How each destination stands at the moment, in the order of registration.
+    #[must_use]
+    pub fn destinations(&self) -> Vec<DestinationState> {
+        let now = Instant::now();
+        self.shared
+            .lanes
+            .iter()
+            .map(|lane| lane.state(now))
+            .collect()
     }
 
     /// Looks for due rows now.
@@ -148,7 +156,7 @@ fn stop_within(shared: &Arc<Shared>, ends: StopEnds, deadline: Duration) -> Stop
         finished: (settled(&after) - settled(&before)).saturating_sub(left_unknown as u64),
         handed_back: after.handed_back - before.handed_back,
         left_unknown: left_unknown as u64,
-        left_running: after.abandoned + blocked.len() as u64,
+        left_running: after.abandoned + after.abandoned_sessions + blocked.len() as u64,
         unsettled: unsettled as u64,
         blocked,
     }

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use crossbeam_channel::RecvTimeoutError;
 
+use super::backend::Session;
 use super::shared::{Shared, Trouble};
 
 /// Claims of one renewal statement.
@@ -14,7 +15,7 @@ const CHUNK: usize = 1000;
 /// Renews each third of a lease; after a failure as soon as it is sensible. A
 /// process that cannot renew does not claim.
 pub(crate) fn keep(shared: &Arc<Shared>) {
-    let mut session = shared.backend.session("keeper");
+    let mut session = shared.session("keeper");
     let mut trouble = Trouble::new("keeper");
     let mut wait = shared.lease / 3;
     while shared.closed.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {

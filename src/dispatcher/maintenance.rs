@@ -17,15 +17,15 @@ use crate::error::StoreError;
 const BATCH: i64 = 500;
 
 pub(crate) fn run(shared: &Arc<Shared>, ask: &Receiver<()>) {
-    let mut session = shared.backend.session("maintenance");
+    let mut session = shared.session("maintenance");
     let mut trouble = Trouble::new("maintenance");
     let mut due = Instant::now();
     while !shared.is_stopping() {
         let result = if due <= Instant::now() {
             due = Instant::now() + shared.maintenance;
-            sweep(shared, session.as_mut())
+            sweep(shared, &mut session)
         } else {
-            ask_on(shared, session.as_mut(), Duration::ZERO)
+            ask_on(shared, &mut session, Duration::ZERO)
         };
         match result {
             Ok(()) => trouble.works(),

@@ -15,8 +15,10 @@
 //! | `config`, `destination` | the settings |
 //! | `backend` | the seam: what is asked of the store |
 //! | `claimer` | claims rows for free workers |
-//! | `bell` | the claimer's rest, and what wakes it |
+//! | `bell`, `listener` | the claimer's rest, and what wakes it |
+//! | `guard` | sessions that answer by a deadline |
 //! | `worker` | calls senders; the watchdog |
+//! | `rate`, `breaker` | when a destination is left alone |
 //! | `settler` | writes outcomes |
 //! | `lease` | renews claims |
 //! | `maintenance`, `reconcile` | lapsed claims and unknown outcomes |
@@ -25,14 +27,18 @@
 
 pub(crate) mod backend;
 pub(crate) mod bell;
+mod breaker;
 mod claimer;
 mod config;
 mod destination;
 mod flight;
+mod guard;
 mod handle;
 mod lane;
 mod lease;
+mod listener;
 mod maintenance;
+mod rate;
 mod reconcile;
 mod settler;
 mod shared;
@@ -46,7 +52,7 @@ use std::sync::Arc;
 pub use config::{ConfigError, DispatcherBuilder, Route};
 pub use destination::Destination;
 pub use handle::{DispatcherHandle, StopReport};
-pub use stats::Stats;
+pub use stats::{DestinationState, Pause, Stats};
 
 use crate::error::StoreError;
 use crate::postgres::PgBackend;
@@ -89,7 +95,9 @@ impl Dispatcher {
     }
 
     fn shared(&self) -> (Arc<Shared>, shared::Ends) {
-        let backend = Arc::new(PgBackend::new(&self.builder.url, self.builder.route));
+        let builder = &self.builder;
+        let deadline = guard::deadline(builder.lease);
+        let backend = Arc::new(PgBackend::new(&builder.url, builder.route, deadline));
         Shared::new(&self.builder, worker_id(), backend)
     }
 

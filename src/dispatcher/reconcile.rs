@@ -31,13 +31,13 @@ pub(crate) fn look(
     let lane = &shared.lanes[index];
     let quiet = shared.flights.quiet();
     let mut probe = Probe {
-        destination: &lane.destination.name,
+        destination: lane.destination.name.clone(),
         settle_delay: lane.destination.settle_delay(),
         due_for,
         answer_within: lane.destination.send_timeout,
-        backoff: &lane.destination.backoff,
+        backoff: lane.destination.backoff,
         limit: BATCH,
-        except: &quiet,
+        except: quiet,
         max_attempts: lane.destination.max_attempts,
     };
     match &lane.destination.kind {
@@ -51,7 +51,7 @@ pub(crate) fn look(
             }
         },
         Kind::Reconciled(_) => {
-            probe.backoff = &lane.destination.probe_backoff;
+            probe.backoff = lane.destination.probe_backoff;
             let probes = lane.destination.probes;
             let left_behind = lane.abandoned_questions.load(Ordering::Acquire);
             // A row that is claimed for a probe and not asked about at once would

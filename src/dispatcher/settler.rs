@@ -27,7 +27,7 @@ struct Pending {
 /// Runs until every reporter is gone or the dispatcher is closed and nothing is
 /// left to write.
 pub(crate) fn run(shared: &Arc<Shared>, reports: &Receiver<Report>) {
-    let mut session = shared.backend.session("settler");
+    let mut session = shared.session("settler");
     let mut trouble = Trouble::new("settler");
     let mut pending: Vec<Pending> = Vec::new();
     let mut answers: Vec<Report> = Vec::new();
@@ -47,8 +47,8 @@ pub(crate) fn run(shared: &Arc<Shared>, reports: &Receiver<Report>) {
         if closed && (trouble.is_on() || pending.is_empty()) && answers.is_empty() {
             return;
         }
-        let written = settle(shared, session.as_mut(), &mut pending)
-            .and_then(|()| answer(shared, session.as_mut(), &mut answers));
+        let written = settle(shared, &mut session, &mut pending)
+            .and_then(|()| answer(shared, &mut session, &mut answers));
         wait = match written {
             Ok(()) => {
                 trouble.works();
@@ -161,6 +161,10 @@ fn conclude(
             return;
         }
         Verdict::Locked | Verdict::Lost => {
+            // Before it leaves the flights.
+            if outcome.settlement.outcome != Outcome::GiveBack {
+                shared.flights.let_go(outcome.settlement.fence);
+            }
             // The late answer of an abandoned call that found its row resolved
             // is no loss of a claim: that claim ended with the timeout.
             if outcome.slot {

@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 
 use super::backend::{Answer, Backend, Fence, Outcome, ProbeFence};
 use super::bell::{Bell, knock};
+use super::breaker::Turn;
 use super::flight::Flights;
+use super::guard::{self, Guarded, Guards};
 use super::lane::Lane;
 use super::stats::{Counters, add};
 
@@ -31,7 +33,7 @@ pub(crate) enum Report {
 
 pub(crate) struct Shared {
     pub(crate) worker_id: String,
-    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) guards: Arc<Guards>,
     pub(crate) lanes: Vec<Lane>,
     pub(crate) flights: Flights,
     pub(crate) counters: Counters,
@@ -45,7 +47,7 @@ pub(crate) struct Shared {
     /// Leases can be renewed: else nothing is claimed.
     pub(crate) renewing: AtomicBool,
     pub(crate) reports: Sender<Report>,
-    pub(crate) bell: Bell,
+    pub(crate) bell: Arc<Bell>,
     ask: Sender<()>,
     exits: Sender<&'static str>,
     /// Disconnected when the threads are to end.
@@ -76,14 +78,22 @@ impl Shared {
         let lanes = builder
             .destinations
             .iter()
-            .map(|destination| Lane::new(destination.clone(), builder.batch))
+            .enumerate()
+            .map(|(number, destination)| Lane::new(number, destination.clone(), builder.batch))
             .collect();
+        let counters = Counters::default();
+        let guards = Guards::new(
+            backend,
+            guard::deadline(builder.lease),
+            closed.clone(),
+            Arc::clone(&counters.abandoned_sessions),
+        );
         let shared = Self {
             worker_id,
-            backend,
+            guards: Arc::new(guards),
             lanes,
             flights: Flights::default(),
-            counters: Counters::default(),
+            counters,
             batch: builder.batch,
             lease: builder.lease,
             poll: builder.poll,
@@ -92,7 +102,7 @@ impl Shared {
             stopping: AtomicBool::new(false),
             renewing: AtomicBool::new(true),
             reports,
-            bell: Bell::new(wake, closed.clone()),
+            bell: Arc::new(Bell::new(wake, closed.clone())),
             ask,
             exits,
             closed,
@@ -113,6 +123,11 @@ impl Shared {
         self.stopping.load(Ordering::Acquire)
     }
 
+    /// A session for one thread, which answers by a deadline.
+    pub(crate) fn session(&self, role: &'static str) -> Guarded {
+        Guarded::new(Arc::clone(&self.guards), role)
+    }
+
     /// Makes the claimer look again. One nudge that waits is as good as many.
     pub(crate) fn nudge(&self) {
         self.bell.ring();
@@ -122,6 +137,13 @@ impl Shared {
     /// reconcilers free again.
     pub(crate) fn ask_more(&self) {
         knock(&self.ask);
+    }
+
+    /// Tells the breaker of a lane how a call ended.
+    pub(crate) fn record(&self, lane: usize, answered: bool) {
+        if self.lanes[lane].record(answered, Instant::now()) == Turn::Opened {
+            add(&self.counters.breaker_opened, 1);
+        }
     }
 
     /// Hands a row to the settler without a call, or with its call over.
@@ -154,11 +176,7 @@ impl Shared {
     }
 
     /// Gives up calls, all or those whose time is over; returns how many.
-    pub(crate) fn give_up_calls(
-        &self,
-        now: Option<std::time::Instant>,
-        code: &'static str,
-    ) -> Vec<usize> {
+    pub(crate) fn give_up_calls(&self, now: Option<Instant>, code: &'static str) -> Vec<usize> {
         // An overdue call still running may yet take effect; nobody is asked
         // about its row while it does, within reason.
         let quiet = |lane: usize| self.lanes[lane].destination.send_timeout.saturating_mul(10);
@@ -214,7 +232,7 @@ impl Drop for Exit {
 #[derive(Debug)]
 pub(crate) struct Trouble {
     role: &'static str,
-    since: Option<std::time::Instant>,
+    since: Option<Instant>,
     wait: Duration,
 }
 
@@ -233,7 +251,7 @@ impl Trouble {
     /// How long to wait before the next try.
     pub(crate) fn failed(&mut self, error: crate::error::StoreError) -> Duration {
         if self.since.is_none() {
-            self.since = Some(std::time::Instant::now());
+            self.since = Some(Instant::now());
             tracing::warn!(role = self.role, %error, "the outbox dispatcher cannot reach its table");
         }
         let wait = self.wait;

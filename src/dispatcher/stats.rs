@@ -1,5 +1,7 @@
 //! Counting what a dispatcher did.
 
+use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
@@ -13,7 +15,7 @@ macro_rules! counters {
 
         #[derive(Debug, Default)]
         pub(crate) struct Counters {
-            $(pub(crate) $name: AtomicU64,)*
+            $(pub(crate) $name: Arc<AtomicU64>,)*
         }
 
         impl Counters {
@@ -55,8 +57,53 @@ counters! {
     panics,
     /// Calls that did not answer in time.
     timeouts,
+    /// How often a circuit breaker has opened.
+    breaker_opened,
+    /// Claims that were taken and never came to hand, because the answer of the
+    /// database was lost or late: found, and handed back.
+    orphans,
     /// Threads that hang in such calls now.
     abandoned,
+    /// Threads that hang in the database now.
+    abandoned_sessions,
+}
+
+/// Why nothing is claimed for a destination at the moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Pause {
+    /// As many of its threads hang in calls as
+    /// [`with_max_abandoned`](crate::Destination::with_max_abandoned) allows.
+    ThreadsHang,
+    /// Its circuit breaker is open, or half-open with its one call on the way.
+    BreakerOpen,
+}
+
+/// How one destination stands at the moment.
+#[derive(Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DestinationState {
+    /// Its name.
+    pub name: String,
+    /// Rows claimed and not settled yet, those whose call runs included.
+    pub in_hand: usize,
+    /// Threads that call, or wait for a call.
+    pub workers: usize,
+    /// Threads that hang in calls which timed out.
+    pub abandoned: usize,
+    /// Whether nothing is claimed for it, and why.
+    pub paused: Option<Pause>,
+}
+
+impl fmt::Debug for DestinationState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DestinationState")
+            .field("in_hand", &self.in_hand)
+            .field("workers", &self.workers)
+            .field("abandoned", &self.abandoned)
+            .field("paused", &self.paused)
+            .finish_non_exhaustive()
+    }
 }
 
 pub(crate) fn add(counter: &AtomicU64, n: usize) {

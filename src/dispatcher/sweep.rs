@@ -21,8 +21,8 @@ const LOOK: Duration = Duration::from_millis(10);
 pub(crate) fn run(shared: Arc<Shared>, ends: Ends) -> Result<Stats, StoreError> {
     let ask = ends.ask.clone();
     let handle = DispatcherHandle::start_settling(Arc::clone(&shared), ends);
-    let mut session = shared.backend.session("sweep");
-    let swept = sweep(&shared, session.as_mut(), &ask);
+    let mut session = shared.session("sweep");
+    let swept = sweep(&shared, &mut session, &ask);
     // What was claimed is seen through even where the sweep broke off.
     shared
         .flights
@@ -46,10 +46,13 @@ fn sweep(
     }
     let mut claimer = Claimer::new(shared, session);
     while claimer.look()?.full {
-        let held = shared.flights.len();
-        shared
-            .flights
-            .wait_at_most(held.saturating_sub(1), Instant::now() + LOOK);
+        match shared.flights.len() {
+            // A token is waited for, or what another dispatcher holds.
+            0 => std::thread::sleep(LOOK),
+            held => {
+                shared.flights.wait_at_most(held - 1, Instant::now() + LOOK);
+            }
+        }
     }
     Ok(())
 }

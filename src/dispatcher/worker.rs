@@ -75,7 +75,9 @@ fn call(shared: &Arc<Shared>, index: usize, (fence, entry): Job) -> Thread {
         return Thread::Free;
     }
     let timeout = lane.destination.send_timeout;
-    if shared.flights.begin(fence, shared.lease, timeout) == Begin::LeaseOver {
+    if shared.flights.begin(fence, shared.lease, timeout) == Begin::LeaseOver
+        || !lane.admit(Instant::now())
+    {
         shared.settle(index, fence, Outcome::GiveBack);
         return Thread::Free;
     }
@@ -83,6 +85,10 @@ fn call(shared: &Arc<Shared>, index: usize, (fence, entry): Job) -> Thread {
     let begun = Instant::now();
     let answer = catch_unwind(AssertUnwindSafe(|| lane.destination.sender.send(&entry)));
     lane.called(begun.elapsed());
+    let answered = matches!(
+        answer,
+        Ok(Dispatched::Completed { .. } | Dispatched::Permanent { .. })
+    );
     let outcome = match answer {
         Ok(dispatched) => outcome(lane, fence, dispatched),
         Err(panic) => {
@@ -97,6 +103,7 @@ fn call(shared: &Arc<Shared>, index: usize, (fence, entry): Job) -> Thread {
         }
     };
     if shared.flights.answered(fence) {
+        shared.record(index, answered);
         shared.report(index, fence, outcome, true);
         return Thread::Free;
     }
@@ -121,7 +128,7 @@ fn outcome(lane: &Lane, fence: Fence, dispatched: Dispatched) -> Outcome {
             code: None,
             remote_ref: storable_ref(fence, remote_ref),
         },
-        Dispatched::Retryable { code } => {
+        Dispatched::Retryable { code, retry_after } => {
             let code = stable_code(fence, code);
             let attempt = fence.attempt.unsigned_abs();
             if attempt >= lane.destination.max_attempts {
@@ -130,7 +137,11 @@ fn outcome(lane: &Lane, fence: Fence, dispatched: Dispatched) -> Outcome {
                     on_failure: lane.destination.on_failure,
                 }
             } else {
-                let delay = lane.destination.backoff.jittered(attempt);
+                let backoff = &lane.destination.backoff;
+                let delay = match retry_after {
+                    Some(wish) => backoff.clamped(wish),
+                    None => backoff.jittered(attempt),
+                };
                 Outcome::Retry { code, delay }
             }
         }
@@ -160,6 +171,7 @@ pub(crate) fn watch(shared: &Arc<Shared>) {
     while shared.closed.recv_timeout(LOOK) == Err(crossbeam_channel::RecvTimeoutError::Timeout) {
         for lane in shared.give_up_calls(Some(Instant::now()), code::SEND_TIMEOUT) {
             add(&shared.counters.timeouts, 1);
+            shared.record(lane, false);
             tracing::warn!("a sender did not answer in time; the outcome is unknown");
             ensure_workers(shared, lane);
         }

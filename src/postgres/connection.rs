@@ -1,6 +1,8 @@
 //! One connection of the dispatcher's own, made when needed and again after a
 //! failure.
 
+use std::time::Duration;
+
 use diesel::Connection as _;
 use diesel::connection::CacheSize;
 use diesel::pg::PgConnection;
@@ -14,17 +16,22 @@ use crate::query::{connection_fault, transaction};
 /// isolation that the statements are made for, and ends to waiting. `SET LOCAL`
 /// leaves nothing behind on a connection that a proxy shares. A process that is
 /// frozen inside a transaction loses it, with its locks, after the idle timeout.
-const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; \
-     SET LOCAL idle_in_transaction_session_timeout = '5s'; \
-     SET LOCAL lock_timeout = '2s'; \
-     SET LOCAL statement_timeout = '10s'";
+fn begin(idle: Duration, statement: Duration) -> String {
+    format!(
+        "BEGIN ISOLATION LEVEL READ COMMITTED; \
+         SET LOCAL idle_in_transaction_session_timeout = {}; \
+         SET LOCAL lock_timeout = 2000; \
+         SET LOCAL statement_timeout = {}",
+        idle.as_millis(),
+        statement.as_millis()
+    )
+}
 
+/// How long a transaction may wait for its client.
+const IDLE: Duration = Duration::from_secs(5);
 /// The same for a transaction that others queue behind: a process that is frozen
 /// in it holds up the keyed claims of its destination this long.
-const BEGIN_SHORT: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; \
-     SET LOCAL idle_in_transaction_session_timeout = '2s'; \
-     SET LOCAL lock_timeout = '2s'; \
-     SET LOCAL statement_timeout = '10s'";
+const IDLE_SHORT: Duration = Duration::from_secs(2);
 
 /// Connection options that we add where the user has not set them: a peer that
 /// is gone without a word is noticed within half a minute, and no connect waits
@@ -40,15 +47,22 @@ const OPTIONS: [(&str, &str); 7] = [
 ];
 
 pub(super) struct Connection {
+    begin: String,
+    begin_short: String,
     url: String,
     route: Route,
     open: Option<PgConnection>,
 }
 
 impl Connection {
-    pub(super) fn new(url: &str, route: Route, role: &'static str) -> Self {
+    /// `deadline`: when whoever asks stops waiting for the answer.
+    pub(super) fn new(url: &str, route: Route, deadline: Duration, role: &'static str) -> Self {
+        // The server's own "no" comes before that.
+        let statement = deadline * 5 / 6;
         Self {
-            url: with_options(url, role),
+            begin: begin(IDLE, statement),
+            begin_short: begin(IDLE_SHORT, statement),
+            url: with_options(url, role, deadline),
             route,
             open: None,
         }
@@ -80,7 +94,8 @@ impl Connection {
         &mut self,
         operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        self.run(|conn| transaction(conn, BEGIN, operation))
+        let begin = self.begin.clone();
+        self.run(|conn| transaction(conn, &begin, operation))
     }
 
     /// One that holds a lock which others need.
@@ -88,7 +103,8 @@ impl Connection {
         &mut self,
         operation: impl FnOnce(&mut PgConnection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        self.run(|conn| transaction(conn, BEGIN_SHORT, operation))
+        let begin = self.begin_short.clone();
+        self.run(|conn| transaction(conn, &begin, operation))
     }
 
     /// One statement that only reads.
@@ -120,7 +136,7 @@ impl Connection {
 
 /// Adds our options to a connection string of either form (URI, or
 /// `keyword=value`), unless it sets them itself.
-fn with_options(url: &str, role: &str) -> String {
+fn with_options(url: &str, role: &str, deadline: Duration) -> String {
     let uri = url.starts_with("postgres://") || url.starts_with("postgresql://");
     let mut full = url.to_owned();
     let mut asked = url.contains('?');
@@ -128,10 +144,11 @@ fn with_options(url: &str, role: &str) -> String {
         if url.contains(&format!("{name}=")) {
             continue;
         }
-        let value = if name == "application_name" {
-            format!("{value}-{role}")
-        } else {
-            value.to_owned()
+        let value = match name {
+            "application_name" => format!("{value}-{role}"),
+            // libpq knows no less than two seconds.
+            "connect_timeout" if deadline < Duration::from_secs(10) => "2".to_owned(),
+            _ => value.to_owned(),
         };
         if uri {
             full.push(if asked { '&' } else { '?' });
@@ -150,17 +167,22 @@ fn with_options(url: &str, role: &str) -> String {
 mod tests {
     use super::*;
 
+    const LONG: Duration = Duration::from_secs(12);
+
     #[test]
     fn options_are_added_to_both_forms_and_never_over_the_users() {
-        let uri = with_options("postgres://u:p@h/db", "claimer");
+        let uri = with_options("postgres://u:p@h/db", "claimer", LONG);
         assert!(uri.starts_with("postgres://u:p@h/db?connect_timeout=5&keepalives=1&"));
         assert!(uri.ends_with("&application_name=diesel-outbox-claimer"));
 
-        let asked = with_options("postgres://h/db?connect_timeout=1", "claimer");
+        let asked = with_options("postgres://h/db?connect_timeout=1", "claimer", LONG);
         assert!(asked.starts_with("postgres://h/db?connect_timeout=1&keepalives=1&"));
         assert_eq!(asked.matches("connect_timeout").count(), 1);
 
-        let pairs = with_options("host=h dbname=db", "claimer");
+        let short = with_options("postgres://h/db", "claimer", Duration::from_secs(3));
+        assert!(short.starts_with("postgres://h/db?connect_timeout=2&"));
+
+        let pairs = with_options("host=h dbname=db", "claimer", LONG);
         assert!(pairs.starts_with("host=h dbname=db connect_timeout=5 keepalives=1 "));
     }
 }

@@ -14,7 +14,7 @@ use crate::dispatcher::backend::{
     Answer, Backend, Claim, Claimed, Due, Fence, KeyedClaim, Probe, ProbeFence, Session,
     Settlement, Verdict,
 };
-use crate::dispatcher::bell::Bell;
+use crate::dispatcher::bell::Ear;
 use crate::error::StoreError;
 use crate::query;
 use crate::record::OutboxRecord;
@@ -23,18 +23,21 @@ use crate::record::OutboxRecord;
 pub(crate) struct PgBackend {
     url: String,
     route: Route,
+    deadline: Duration,
 }
 
 impl PgBackend {
-    pub(crate) fn new(url: &str, route: Route) -> Self {
+    /// `deadline`: how long anybody waits for an answer.
+    pub(crate) fn new(url: &str, route: Route, deadline: Duration) -> Self {
         Self {
             url: url.to_owned(),
             route,
+            deadline,
         }
     }
 
     fn connection(&self, role: &'static str) -> Connection {
-        Connection::new(&self.url, self.route, role)
+        Connection::new(&self.url, self.route, self.deadline, role)
     }
 }
 
@@ -45,10 +48,10 @@ impl Backend for PgBackend {
         })
     }
 
-    fn listen(&self, bell: &Bell) {
+    fn listen(&self, ear: &Ear) {
         match self.route {
-            Route::Direct => wakeup::listen(|role| self.connection(role), bell),
-            Route::TransactionPooler => bell.poll_only(),
+            Route::Direct => wakeup::listen(|role| self.connection(role), ear),
+            Route::TransactionPooler => ear.poll_only(),
         }
     }
 }
@@ -72,13 +75,18 @@ impl Session for PgSession {
             .statement(|conn| query::due(conn, destinations))
     }
 
-    fn claim(&mut self, claim: &Claim<'_>) -> Result<Claimed, StoreError> {
+    fn claim(&mut self, claim: &Claim) -> Result<Claimed, StoreError> {
         self.transaction(|conn| query::claim_ready(conn, claim))
     }
 
-    fn claim_keyed(&mut self, claim: &Claim<'_>, cursor: &str) -> Result<KeyedClaim, StoreError> {
+    fn claim_keyed(&mut self, claim: &Claim, cursor: &str) -> Result<KeyedClaim, StoreError> {
         self.connection
             .short_transaction(|conn| query::claim_keyed(conn, claim, cursor))
+    }
+
+    fn held(&mut self, worker_id: &str) -> Result<Vec<Fence>, StoreError> {
+        self.connection
+            .statement(|conn| query::held(conn, worker_id))
     }
 
     fn settle(
@@ -114,18 +122,18 @@ impl Session for PgSession {
 
     fn claim_probes(
         &mut self,
-        probe: &Probe<'_>,
+        probe: &Probe,
     ) -> Result<Vec<(ProbeFence, OutboxRecord)>, StoreError> {
         self.transaction(|conn| {
-            query::stamp_unknown(conn, probe.destination)?;
+            query::stamp_unknown(conn, &probe.destination)?;
             query::claim_probes(conn, probe)
         })
     }
 
-    fn resend_ripe(&mut self, probe: &Probe<'_>) -> Result<usize, StoreError> {
+    fn resend_ripe(&mut self, probe: &Probe) -> Result<usize, StoreError> {
         self.transaction(|conn| {
-            query::stamp_unknown(conn, probe.destination)?;
-            query::park_exhausted(conn, probe.destination, probe.max_attempts)?;
+            query::stamp_unknown(conn, &probe.destination)?;
+            query::park_exhausted(conn, &probe.destination, probe.max_attempts)?;
             query::resend_ripe(conn, probe)
         })
     }

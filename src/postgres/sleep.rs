@@ -17,7 +17,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::dispatcher::bell::{Bell, UNHEARD};
+use crate::dispatcher::bell::{Ear, UNHEARD};
 use crate::error::StoreError;
 
 /// The class of the two locks.
@@ -84,12 +84,12 @@ pub(super) struct Sleeper {
 
 impl Sleeper {
     /// For a connection that listens and holds nothing.
-    pub(super) fn new(bell: &Bell, now: Instant) -> Self {
-        bell.allow_rest(UNHEARD);
+    pub(super) fn new(ear: &Ear, now: Instant) -> Self {
+        ear.allow_rest(UNHEARD);
         Self {
             state: State::Awake { not_before: now },
             woken: None,
-            fruitful: bell.fruitful(),
+            fruitful: ear.fruitful(),
         }
     }
 
@@ -99,38 +99,38 @@ impl Sleeper {
         &mut self,
         heard: Heard,
         now: Instant,
-        bell: &Bell,
+        ear: &Ear,
         locks: &mut dyn Locks,
     ) -> Result<(), StoreError> {
         if heard == Heard::Notification {
-            self.woken = Some(bell.ask());
+            self.woken = Some(ear.ask());
         }
-        let fruitful = bell.fruitful();
+        let fruitful = ear.fruitful();
         if std::mem::replace(&mut self.fruitful, fruitful) != fruitful {
             self.woken = None;
-            return self.wake(now, UNHEARD, bell, locks);
+            return self.wake(now, UNHEARD, ear, locks);
         }
-        if self.woken.is_some_and(|look| bell.fruitless(look)) {
+        if self.woken.is_some_and(|look| ear.fruitless(look)) {
             self.woken = None;
-            return self.wake(now + BESIDE_FOR, BESIDE, bell, locks);
+            return self.wake(now + BESIDE_FOR, BESIDE, ear, locks);
         }
         self.state = match self.state {
-            State::Awake { not_before } if not_before <= now && bell.is_idle() => {
+            State::Awake { not_before } if not_before <= now && ear.is_idle() => {
                 if locks.take_sleep()? {
                     State::Armed {
-                        look: bell.ask(),
+                        look: ear.ask(),
                         wait: OPEN,
                     }
                 } else {
-                    bell.allow_rest(SECOND);
+                    ear.allow_rest(SECOND);
                     State::Awake {
                         not_before: now + SECOND_TRIES,
                     }
                 }
             }
-            State::Armed { look, wait } if bell.fruitless(look) => {
+            State::Armed { look, wait } if ear.fruitless(look) => {
                 if locks.all_have_notified()? {
-                    State::Last { look: bell.ask() }
+                    State::Last { look: ear.ask() }
                 } else {
                     State::Contended {
                         until: now + wait,
@@ -139,11 +139,11 @@ impl Sleeper {
                 }
             }
             State::Contended { until, wait } if until <= now => State::Armed {
-                look: bell.ask(),
+                look: ear.ask(),
                 wait,
             },
-            State::Last { look } if bell.fruitless(look) => {
-                bell.allow_rest(Duration::MAX);
+            State::Last { look } if ear.fruitless(look) => {
+                ear.allow_rest(Duration::MAX);
                 State::Asleep
             }
             state => state,
@@ -165,16 +165,16 @@ impl Sleeper {
         &mut self,
         not_before: Instant,
         rest: Duration,
-        bell: &Bell,
+        ear: &Ear,
         locks: &mut dyn Locks,
     ) -> Result<(), StoreError> {
-        bell.allow_rest(rest);
+        ear.allow_rest(rest);
         if !matches!(self.state, State::Awake { .. }) {
             locks.leave_sleep()?;
         }
         if rest == BESIDE {
             // It may be resting for longer.
-            bell.ring();
+            ear.ring();
         }
         self.state = State::Awake { not_before };
         Ok(())

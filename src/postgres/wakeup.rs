@@ -10,7 +10,7 @@ use diesel::pg::PgConnection;
 
 use super::connection::Connection;
 use super::sleep::{CLASS, Heard, Locks, QUIET, SLEEP, Sleeper};
-use crate::dispatcher::bell::{Bell, Closed, UNHEARD};
+use crate::dispatcher::bell::{Closed, Ear, UNHEARD};
 use crate::error::StoreError;
 use crate::query::{self, CHANNEL, OrStoreError, Phase};
 
@@ -53,17 +53,17 @@ impl From<Closed> for Ended {
 }
 
 /// Listens until the dispatcher ends. `connection` makes one for a role.
-pub(super) fn listen(connection: impl Fn(&'static str) -> Connection, bell: &Bell) {
+pub(super) fn listen(connection: impl Fn(&'static str) -> Connection, ear: &Ear) {
     let mut listening = connection("listener");
     let mut talking = connection("echo");
     // What is said once: that it does not work, until it works again.
     let mut said = false;
     loop {
-        let ended = hear(&mut listening, &mut talking, bell, &mut said);
+        let ended = hear(&mut listening, &mut talking, ear, &mut said);
         listening.close();
         talking.close();
-        bell.allow_rest(UNHEARD);
-        bell.ring();
+        ear.allow_rest(UNHEARD);
+        ear.ring();
         let wait = match ended {
             Ended::Closed => return,
             Ended::Failed(error) => {
@@ -83,25 +83,20 @@ pub(super) fn listen(connection: impl Fn(&'static str) -> Connection, bell: &Bel
             }
         };
         said = true;
-        if bell.wait(wait) == Err(Closed) {
+        if ear.wait(wait) == Err(Closed) {
             return;
         }
     }
 }
 
 /// Listens until the dispatcher ends or the connection fails.
-fn hear(
-    listening: &mut Connection,
-    talking: &mut Connection,
-    bell: &Bell,
-    said: &mut bool,
-) -> Ended {
+fn hear(listening: &mut Connection, talking: &mut Connection, ear: &Ear, said: &mut bool) -> Ended {
     let heard = listening.get().map_err(Ended::from).and_then(|conn| {
-        start(conn, talking, bell)?;
+        start(conn, talking, ear)?;
         if std::mem::take(said) {
             tracing::info!("the outbox listener hears again");
         }
-        keep_hearing(conn, bell)
+        keep_hearing(conn, ear)
     });
     match heard {
         Ok(never) => match never {},
@@ -110,7 +105,7 @@ fn hear(
 }
 
 /// LISTEN, and the proof that it is of use.
-fn start(conn: &mut PgConnection, talking: &mut Connection, bell: &Bell) -> Result<(), Ended> {
+fn start(conn: &mut PgConnection, talking: &mut Connection, ear: &Ear) -> Result<(), Ended> {
     for channel in [CHANNEL, ECHO] {
         diesel::sql_query(format!("LISTEN {channel}"))
             .execute(conn)
@@ -127,18 +122,18 @@ fn start(conn: &mut PgConnection, talking: &mut Connection, bell: &Bell) -> Resu
                 return Ok(());
             }
         }
-        bell.hears();
-        bell.wait(BUSY)?;
+        ear.hears();
+        ear.wait(BUSY)?;
     }
     // Perhaps it reaches the server connection on which we listened.
     let _ = diesel::sql_query("UNLISTEN *").execute(conn);
     Err(Ended::Unheard)
 }
 
-fn keep_hearing(conn: &mut PgConnection, bell: &Bell) -> Result<std::convert::Infallible, Ended> {
+fn keep_hearing(conn: &mut PgConnection, ear: &Ear) -> Result<std::convert::Infallible, Ended> {
     // Rows may have come while nobody listened.
-    bell.ring();
-    let mut sleeper = Sleeper::new(bell, Instant::now());
+    ear.ring();
+    let mut sleeper = Sleeper::new(ear, Instant::now());
     let mut last_heard = Instant::now();
     let mut asked = Instant::now();
     loop {
@@ -152,19 +147,19 @@ fn keep_hearing(conn: &mut PgConnection, bell: &Bell) -> Result<std::convert::In
         if heard == Heard::Notification {
             last_heard = now;
         }
-        sleeper.step(heard, now, bell, &mut OnConnection(conn))?;
+        sleeper.step(heard, now, ear, &mut OnConnection(conn))?;
         if asked.elapsed() > CHECK {
             asked = now;
             diesel::sql_query("SELECT 1")
                 .execute(conn)
                 .or_store_error(Phase::Read)?;
         }
-        bell.hears();
+        ear.hears();
         let pause = match now.duration_since(last_heard) < Duration::from_secs(1) {
             true => BUSY,
             false => IDLE,
         };
-        bell.pause(sleeper.due(now).map_or(pause, |due| due.min(pause)))?;
+        ear.pause(sleeper.due(now).map_or(pause, |due| due.min(pause)))?;
     }
 }
 

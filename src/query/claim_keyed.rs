@@ -49,7 +49,7 @@ enum End {
 /// transaction of its own that ends soon: it holds the lock.
 pub(crate) fn claim_keyed(
     conn: &mut PgConnection,
-    claim: &Claim<'_>,
+    claim: &Claim,
     cursor: &str,
 ) -> Result<KeyedClaim, StoreError> {
     let mut look = Look {
@@ -71,15 +71,15 @@ pub(crate) fn claim_keyed(
     })
 }
 
-struct Look<'a, 'c> {
+struct Look<'a> {
     conn: &'a mut PgConnection,
-    claim: &'a Claim<'c>,
+    claim: &'a Claim,
     /// Keys whose head this look has judged.
     tried: HashSet<String>,
     taken: Vec<Taken>,
 }
 
-impl Look<'_, '_> {
+impl Look<'_> {
     fn run(&mut self, cursor: &mut String) -> Result<Keys, StoreError> {
         if !self.lock()? {
             return Ok(Keys::Busy);
@@ -120,7 +120,7 @@ impl Look<'_, '_> {
     fn lock(&mut self) -> Result<bool, StoreError> {
         diesel::select(pg_try_advisory_xact_lock(
             LOCK_CLASS,
-            hashtext(self.claim.destination),
+            hashtext(self.claim.destination.as_str()),
         ))
         .get_result(self.conn)
         .or_store_error(Phase::Statement)
@@ -131,7 +131,7 @@ impl Look<'_, '_> {
         macro_rules! ready {
             () => {
                 tf_outbox::table
-                    .filter(tf_outbox::destination.eq(self.claim.destination))
+                    .filter(tf_outbox::destination.eq(self.claim.destination.as_str()))
                     .filter(tf_outbox::status.eq(Pending))
                     .filter(tf_outbox::ordering_key.is_not_null())
                     .filter(due_at!().le(statement_timestamp()))
@@ -159,7 +159,7 @@ impl Look<'_, '_> {
     /// The next keys after the cursor, whichever rows they have.
     fn rotation(&mut self, cursor: &mut String) -> Result<Vec<String>, StoreError> {
         let keys = diesel::select(tf_outbox_keys(
-            self.claim.destination,
+            self.claim.destination.as_str(),
             cursor.as_str(),
             ROTATION,
         ))
@@ -196,7 +196,7 @@ impl Look<'_, '_> {
     /// Claims the heads of `keys` that are pending and due. The statement sees
     /// one head a key, and the lock keeps everybody else from claiming it.
     fn take(&mut self, keys: &[String], limit: usize) -> Result<Vec<Taken>, StoreError> {
-        let heads = diesel::select(tf_outbox_heads(self.claim.destination, keys));
+        let heads = diesel::select(tf_outbox_heads(self.claim.destination.as_str(), keys));
         let due_at = later_of(
             due.field(tf_outbox::enqueued_at),
             due.field(tf_outbox::next_attempt_at),

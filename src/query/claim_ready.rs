@@ -41,7 +41,7 @@ macro_rules! take {
                 $crate::status::OutboxStatus::Dispatching,
             )),
             tf_outbox::attempt_count.eq(counted),
-            tf_outbox::claim_worker_id.eq($claim.worker_id),
+            tf_outbox::claim_worker_id.eq($claim.worker_id.as_str()),
             tf_outbox::claim_taken_at
                 .eq($crate::query::expression::statement_timestamp().nullable()),
             tf_outbox::claim_expires_at.eq($crate::query::expression::after(
@@ -67,16 +67,16 @@ pub(crate) use take;
 pub(crate) type Taken = (EntryRow, i64, Kept<DateTime<Utc>>);
 
 /// Claims the rows of one destination that came due first.
-pub(crate) fn claim_ready(
-    conn: &mut PgConnection,
-    claim: &Claim<'_>,
-) -> Result<Claimed, StoreError> {
+pub(crate) fn claim_ready(conn: &mut PgConnection, claim: &Claim) -> Result<Claimed, StoreError> {
     let due_at = later_of(
         due.field(tf_outbox::enqueued_at),
         due.field(tf_outbox::next_attempt_at),
     );
     let first_due = due
-        .filter(due.field(tf_outbox::destination).eq(claim.destination))
+        .filter(
+            due.field(tf_outbox::destination)
+                .eq(claim.destination.as_str()),
+        )
         .filter(due.field(tf_outbox::status).eq(Pending))
         .filter(due.field(tf_outbox::ordering_key).is_null())
         .filter(due_at.le(statement_timestamp()))
@@ -95,7 +95,7 @@ pub(crate) fn claim_ready(
 /// sent: what cannot be decoded, and what has no attempts left.
 pub(crate) fn hand_out(
     conn: &mut PgConnection,
-    claim: &Claim<'_>,
+    claim: &Claim,
     taken: Vec<Taken>,
 ) -> Result<Claimed, StoreError> {
     let mut claimed = Claimed::default();

@@ -16,7 +16,7 @@ use uuid::Uuid;
 
 use super::check;
 use super::decode::{Kept, StatusText};
-use super::expression::{after, array_position, first_of, statement_timestamp};
+use super::expression::{Dispatching, after, array_position, first_of, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
 use super::session::notify;
 use super::settle::claim_cleared;
@@ -25,20 +25,22 @@ use crate::error::StoreError;
 use crate::schema::tf_outbox;
 use crate::status::OutboxStatus;
 
-diesel::alias!(tf_outbox as held: Held);
+diesel::alias!(tf_outbox as claimed: Claimed);
 
 /// The ids among `$ids`/`$seqs` that `$worker` holds, locked.
 macro_rules! mine {
     ($worker:expr, $ids:expr, $seqs:expr) => {
-        held.filter(held.field(tf_outbox::outbox_id).eq_any($ids))
-            .filter(held.field(tf_outbox::claim_seq).eq_any($seqs))
-            .filter(held.field(tf_outbox::claim_worker_id).eq($worker))
+        claimed
+            .filter(claimed.field(tf_outbox::outbox_id).eq_any($ids))
+            .filter(claimed.field(tf_outbox::claim_seq).eq_any($seqs))
+            .filter(claimed.field(tf_outbox::claim_worker_id).eq($worker))
             .filter(
-                held.field(tf_outbox::status)
+                claimed
+                    .field(tf_outbox::status)
                     .concat("")
                     .eq(StatusText(OutboxStatus::Dispatching)),
             )
-            .select(held.field(tf_outbox::outbox_id))
+            .select(claimed.field(tf_outbox::outbox_id))
             .for_update()
             .skip_locked()
     };
@@ -374,15 +376,17 @@ fn settle_late(conn: &mut PgConnection, settlement: &Settlement) -> Result<Verdi
             diesel::update(
                 tf_outbox::table.filter(
                     tf_outbox::outbox_id.eq_any(array(
-                        held.filter(held.field(tf_outbox::outbox_id).eq(fence.outbox_id))
-                            .filter(held.field(tf_outbox::claim_seq).eq(fence.seq))
-                            .filter(held.field(tf_outbox::attempt_count).eq(fence.attempt))
+                        claimed
+                            .filter(claimed.field(tf_outbox::outbox_id).eq(fence.outbox_id))
+                            .filter(claimed.field(tf_outbox::claim_seq).eq(fence.seq))
+                            .filter(claimed.field(tf_outbox::attempt_count).eq(fence.attempt))
                             .filter(
-                                held.field(tf_outbox::status)
+                                claimed
+                                    .field(tf_outbox::status)
                                     .concat("")
                                     .eq(StatusText(OutboxStatus::OutcomeUnknown)),
                             )
-                            .select(held.field(tf_outbox::outbox_id))
+                            .select(claimed.field(tf_outbox::outbox_id))
                             .for_update()
                             .skip_locked(),
                     )),
@@ -440,6 +444,29 @@ fn settle_late(conn: &mut PgConnection, settlement: &Settlement) -> Result<Verdi
     } else {
         Verdict::Locked
     })
+}
+
+/// Every claim that `worker_id` holds.
+pub(crate) fn held(conn: &mut PgConnection, worker_id: &str) -> Result<Vec<Fence>, StoreError> {
+    let rows = tf_outbox::table
+        .filter(tf_outbox::status.eq(Dispatching))
+        .filter(tf_outbox::claim_worker_id.eq(worker_id))
+        .filter(tf_outbox::claim_seq.is_not_null())
+        .select((
+            tf_outbox::outbox_id,
+            tf_outbox::claim_seq.assume_not_null(),
+            tf_outbox::attempt_count,
+        ))
+        .load::<(Uuid, i64, i32)>(conn)
+        .or_store_error(Phase::Read)?;
+    Ok(rows
+        .into_iter()
+        .map(|(outbox_id, seq, attempt)| Fence {
+            outbox_id,
+            seq,
+            attempt,
+        })
+        .collect())
 }
 
 /// Renews the leases of these claims; returns the `claim_seq` of those that

@@ -26,26 +26,29 @@ diesel::alias!(tf_outbox as held: Held);
 /// in which they became so, locked.
 macro_rules! ripe {
     ($probe:expr) => {
-        held.filter(held.field(tf_outbox::destination).eq($probe.destination))
-            .filter(held.field(tf_outbox::status).eq(OutcomeUnknown))
-            .filter(
-                held.field(tf_outbox::unknown_since).le(before(
-                    statement_timestamp(),
-                    check::interval($probe.settle_delay),
-                )
-                .nullable()),
+        held.filter(
+            held.field(tf_outbox::destination)
+                .eq($probe.destination.as_str()),
+        )
+        .filter(held.field(tf_outbox::status).eq(OutcomeUnknown))
+        .filter(
+            held.field(tf_outbox::unknown_since).le(before(
+                statement_timestamp(),
+                check::interval($probe.settle_delay),
             )
-            .filter(
-                held.field(tf_outbox::next_attempt_at).is_null().or(held
-                    .field(tf_outbox::next_attempt_at)
-                    .le(before(statement_timestamp(), check::interval($probe.due_for)).nullable())),
-            )
-            .filter(held.field(tf_outbox::outbox_id).ne_all($probe.except))
-            .order((
-                held.field(tf_outbox::unknown_since),
-                held.field(tf_outbox::outbox_id),
-            ))
-            .limit($probe.limit)
+            .nullable()),
+        )
+        .filter(
+            held.field(tf_outbox::next_attempt_at).is_null().or(held
+                .field(tf_outbox::next_attempt_at)
+                .le(before(statement_timestamp(), check::interval($probe.due_for)).nullable())),
+        )
+        .filter(held.field(tf_outbox::outbox_id).ne_all(&$probe.except))
+        .order((
+            held.field(tf_outbox::unknown_since),
+            held.field(tf_outbox::outbox_id),
+        ))
+        .limit($probe.limit)
     };
 }
 
@@ -56,7 +59,7 @@ macro_rules! ripe {
 /// row that cannot be decoded is passed over until that time.
 pub(crate) fn claim_probes(
     conn: &mut PgConnection,
-    probe: &Probe<'_>,
+    probe: &Probe,
 ) -> Result<Vec<(ProbeFence, OutboxRecord)>, StoreError> {
     let ripe = ripe!(probe)
         .select((
@@ -123,7 +126,7 @@ pub(crate) fn claim_probes(
 /// The built-in reconciler of a destination that honours idempotency keys: puts
 /// back every ripe row with attempts left. To be run in one transaction.
 /// Returns how many rows were ripe.
-pub(crate) fn resend_ripe(conn: &mut PgConnection, probe: &Probe<'_>) -> Result<usize, StoreError> {
+pub(crate) fn resend_ripe(conn: &mut PgConnection, probe: &Probe) -> Result<usize, StoreError> {
     let max_attempts = i32::try_from(probe.max_attempts).unwrap_or(i32::MAX);
     let ripe = ripe!(probe)
         .filter(held.field(tf_outbox::attempt_count).lt(max_attempts))
