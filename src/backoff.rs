@@ -80,7 +80,8 @@ impl Backoff {
     #[must_use]
     pub fn jittered(&self, attempt: u32) -> Duration {
         let ceiling = self.delay(attempt);
-        ceiling.mul_f64(1.0 - self.jitter * unit_random())
+        let seconds = ceiling.as_secs_f64() * (1.0 - self.jitter * unit_random());
+        Duration::try_from_secs_f64(seconds).map_or(ceiling, |delay| delay.min(ceiling))
     }
 
     /// The delay that a remote asks for, within ours.
@@ -149,6 +150,8 @@ mod tests {
     fn a_multiplier_of_one_keeps_the_delay() {
         let backoff = Backoff::exponential(SECOND, HOUR).with_multiplier(1.0);
         assert_eq!(backoff.delay(u32::MAX), SECOND);
+        let forever = Backoff::exponential(Duration::MAX, Duration::MAX).with_jitter(0.0);
+        assert_eq!(forever.jittered(u32::MAX), Duration::MAX);
     }
 
     #[test]

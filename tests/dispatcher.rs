@@ -639,6 +639,7 @@ fn a_setting_without_sense_is_refused_by_name() {
         (on(sound()).destination(sound()), "destination.name"),
         (on(sound()).with_batch(0), "batch"),
         (on(sound()).with_lease(ms(1)), "lease"),
+        (on(sound()).with_lease(Duration::MAX), "lease"),
         (on(sound()).with_poll(zero), "poll"),
         (on(sound()).with_foreign_lease(zero), "foreign_lease"),
         (
@@ -650,6 +651,10 @@ fn a_setting_without_sense_is_refused_by_name() {
         (on(sound().with_send_timeout(zero)), "send_timeout"),
         (on(sound().with_max_attempts(0)), "max_attempts"),
         (on(sound().with_max_abandoned(0)), "max_abandoned"),
+        (on(sound().with_rate(0, SOON)), "rate"),
+        (on(sound().with_rate(1, zero)), "rate"),
+        (on(sound().with_breaker(0, SOON)), "breaker.failures"),
+        (on(sound().with_breaker(1, zero)), "breaker.open_for"),
         (with(Backoff::exponential(zero, ms(1))), "backoff.initial"),
         (with(Backoff::exponential(ms(2), ms(1))), "backoff.max"),
         (with(backoff.with_multiplier(0.5)), "backoff.multiplier"),

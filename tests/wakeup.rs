@@ -23,7 +23,7 @@ use support::db::TestDb;
 use support::dispatch::{
     SOON, dispatcher, enqueued, i_of, idempotent, ms, rows, until_status, with_status,
 };
-use support::proxy::Proxy;
+use support::proxy::{Proxy, port_of};
 use support::wait::{eventually, stretched};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -306,7 +306,7 @@ fn the_largest_rows_wake_like_any_other() {
 #[test]
 fn an_idle_dispatcher_asks_less_than_five_times_a_second() {
     let db = TestDb::new();
-    let proxy = Proxy::to(port(&db));
+    let proxy = Proxy::to(port_of(db.url()));
     let (begun, begins) = unbounded();
     let send = move |entry: &OutboxEntry| {
         let _ = begun.send(i_of(entry));
@@ -431,7 +431,7 @@ fn behind_a_transaction_pooler_nothing_is_kept_in_a_session() {
 #[test]
 fn with_poll_of_a_minute_an_idle_dispatcher_asks_nothing() {
     let db = TestDb::new();
-    let proxy = Proxy::to(port(&db));
+    let proxy = Proxy::to(port_of(db.url()));
     let (begun, begins) = unbounded();
     let send = move |entry: &OutboxEntry| {
         let _ = begun.send(i_of(entry));
@@ -451,12 +451,4 @@ fn with_poll_of_a_minute_an_idle_dispatcher_asks_nothing() {
     assert!(proxy.statements() - before <= 1);
     enqueued(&db, 1);
     assert_eq!(begins.recv_timeout(stretched(SECOND)), Ok(1));
-}
-
-/// The server's port, for a proxy in front of it.
-fn port(db: &TestDb) -> u16 {
-    let (_, address) = db.url().rsplit_once('@').unwrap();
-    let address = address.split('/').next().unwrap();
-    let port = address.rsplit_once(':').map_or("5432", |(_, port)| port);
-    port.parse().unwrap()
 }

@@ -11,6 +11,8 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::time::after;
+
 /// When a breaker opens, and for how long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BreakerPolicy {
@@ -98,7 +100,7 @@ impl Breaker {
     pub(crate) fn record(&self, answered: bool, now: Instant) -> Turn {
         let mut state = self.lock();
         let open = State::Open {
-            until: now + self.policy.open_for,
+            until: after(now, self.policy.open_for),
         };
         match (*state, answered) {
             (State::Closed { .. }, true) => *state = State::Closed { failed: 0 },

@@ -12,6 +12,7 @@ use super::bell::{Found, UNHEARD};
 use super::lane::{Lane, Room};
 use super::shared::{Shared, Trouble};
 use super::stats::add;
+use super::time::{after, from_now};
 use super::worker::ensure_workers;
 use crate::backoff;
 use crate::error::StoreError;
@@ -170,7 +171,7 @@ impl<'a> Claimer<'a> {
         if result.is_err() {
             let now = Instant::now();
             self.suspicion = Some(Suspicion {
-                until: now + 2 * self.shared.lease,
+                until: after(now, self.shared.lease.saturating_mul(2)),
                 next: now,
             });
         }
@@ -287,7 +288,7 @@ impl<'a> Claimer<'a> {
         let Some(limit) = self.room(index, found) else {
             return Ok(());
         };
-        let lease_until = Instant::now() + self.shared.lease;
+        let lease_until = from_now(self.shared.lease);
         let claimed = self.session.claim(&self.claim(index, limit))?;
         let full = claimed.found() == limit;
         found.busy |= claimed.found() > 0;
@@ -314,7 +315,7 @@ impl<'a> Claimer<'a> {
         let Some(limit) = self.room(index, found) else {
             return Ok(());
         };
-        let lease_until = Instant::now() + self.shared.lease;
+        let lease_until = from_now(self.shared.lease);
         let claim = self.claim(index, limit);
         let answer = self
             .session

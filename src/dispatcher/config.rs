@@ -39,6 +39,9 @@ pub enum Route {
     TransactionPooler,
 }
 
+const LEASE_LEAST: Duration = Duration::from_millis(100);
+const LEASE_MOST: Duration = Duration::from_secs(86_400);
+
 /// Settings of a [`Dispatcher`], checked once, when it is built.
 #[derive(Clone)]
 #[must_use]
@@ -93,8 +96,8 @@ impl DispatcherBuilder {
 
     /// How long a claim holds unless it is renewed, which happens each third of
     /// it. A process that is gone for longer loses its claims, and their
-    /// outcomes become unknown. Below 100 ms is refused. Default 60 s: longer
-    /// than any pause that is not a failure.
+    /// outcomes become unknown. Below 100 ms and above a day is refused. Default
+    /// 60 s: longer than any pause that is not a failure.
     pub fn with_lease(mut self, lease: Duration) -> Self {
         self.lease = lease;
         self
@@ -147,7 +150,7 @@ impl DispatcherBuilder {
             Some("destination")
         } else if self.batch == 0 {
             Some("batch")
-        } else if self.lease < Duration::from_millis(100) {
+        } else if self.lease < LEASE_LEAST || self.lease > LEASE_MOST {
             Some("lease")
         } else if self.poll.is_zero() {
             Some("poll")

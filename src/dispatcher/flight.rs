@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use uuid::Uuid;
 
 use super::backend::Fence;
+use super::time::{after, from_now};
 
 /// How far a claimed row is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,7 +123,7 @@ impl Flights {
             };
             let left = flight.lease_until.saturating_duration_since(now);
             if left >= lease / 2 {
-                flight.step = Step::Calling(now + timeout);
+                flight.step = Step::Calling(after(now, timeout));
                 return Begin::Go;
             }
             if left.is_zero() {
@@ -176,7 +177,7 @@ impl Flights {
                 flight.step = Step::Settling;
                 inner
                     .overdue
-                    .insert(flight.fence.outbox_id, Instant::now() + quiet(flight.lane));
+                    .insert(flight.fence.outbox_id, from_now(quiet(flight.lane)));
                 given.push((flight.lane, flight.fence));
             }
         }

@@ -9,6 +9,7 @@ use crossbeam_channel::{Receiver, Sender};
 
 use super::shared::{Ends, Shared};
 use super::stats::{DestinationState, Stats};
+use super::time::{after, from_now};
 use super::{claimer, lease, listener, maintenance, reconcile, settler, worker};
 use crate::error::code;
 
@@ -134,7 +135,7 @@ impl DispatcherHandle {
 }
 
 fn stop_within(shared: &Arc<Shared>, ends: StopEnds, deadline: Duration) -> StopReport {
-    let until = Instant::now() + deadline;
+    let until = from_now(deadline);
     let before = shared.counters.read();
     shared.stopping.store(true, Ordering::Release);
     shared.nudge();
@@ -145,18 +146,18 @@ fn stop_within(shared: &Arc<Shared>, ends: StopEnds, deadline: Duration) -> Stop
         shared.hand_back_waiting();
         left_unknown = shared.give_up_calls(None, code::STOPPED).len();
         reconcile::give_up(shared, None);
-        shared.flights.wait_empty(until + GRACE / 2);
+        shared.flights.wait_empty(after(until, GRACE / 2));
     }
     let unsettled = shared.flights.len();
     drop(ends.close);
-    let blocked = wait_for_exits(&ends.exits, ends.roles, until + GRACE);
-    let after = shared.counters.read();
+    let blocked = wait_for_exits(&ends.exits, ends.roles, after(until, GRACE));
+    let now = shared.counters.read();
     let settled = |s: &Stats| s.completed + s.retried + s.failed + s.unknown;
     StopReport {
-        finished: (settled(&after) - settled(&before)).saturating_sub(left_unknown as u64),
-        handed_back: after.handed_back - before.handed_back,
+        finished: (settled(&now) - settled(&before)).saturating_sub(left_unknown as u64),
+        handed_back: now.handed_back - before.handed_back,
         left_unknown: left_unknown as u64,
-        left_running: after.abandoned + after.abandoned_sessions + blocked.len() as u64,
+        left_running: now.abandoned + now.abandoned_sessions + blocked.len() as u64,
         unsettled: unsettled as u64,
         blocked,
     }

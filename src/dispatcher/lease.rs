@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 use crossbeam_channel::RecvTimeoutError;
 
 use super::backend::Session;
 use super::shared::{Shared, Trouble};
+use super::time::from_now;
 
 /// Claims of one renewal statement.
 const CHUNK: usize = 1000;
@@ -30,7 +30,7 @@ pub(crate) fn keep(shared: &Arc<Shared>) {
             .chunks(CHUNK)
             .chain(fences.is_empty().then_some(&[][..]))
         {
-            let until = Instant::now() + shared.lease;
+            let until = from_now(shared.lease);
             match session.renew(&shared.worker_id, chunk, shared.lease) {
                 Ok(renewed) => shared.flights.renewed(&renewed, until),
                 Err(error) => {

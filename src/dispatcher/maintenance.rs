@@ -11,6 +11,7 @@ use super::backend::Session;
 use super::reconcile;
 use super::shared::{Shared, Trouble};
 use super::stats::add;
+use super::time::from_now;
 use crate::error::StoreError;
 
 /// Claims lapsed by one statement.
@@ -22,7 +23,7 @@ pub(crate) fn run(shared: &Arc<Shared>, ask: &Receiver<()>) {
     let mut due = Instant::now();
     while !shared.is_stopping() {
         let result = if due <= Instant::now() {
-            due = Instant::now() + shared.maintenance;
+            due = from_now(shared.maintenance);
             sweep(shared, &mut session)
         } else {
             ask_on(shared, &mut session, Duration::ZERO)

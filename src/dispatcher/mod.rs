@@ -44,6 +44,7 @@ mod settler;
 mod shared;
 mod stats;
 mod sweep;
+mod time;
 mod worker;
 
 use std::fmt;

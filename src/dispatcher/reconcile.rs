@@ -12,6 +12,7 @@ use super::destination::Kind;
 use super::lane::{Lane, Question};
 use super::shared::{Report, Shared};
 use super::stats::{add, subtract};
+use super::time::from_now;
 use super::worker::Thread;
 use crate::error::{StoreError, code};
 use crate::sender::{OutboxReconciler, Reconciled};
@@ -81,7 +82,7 @@ pub(crate) fn look(
 fn ask(shared: &Arc<Shared>, index: usize, question: Question) {
     let lane = &shared.lanes[index];
     let row = question.0.outbox_id;
-    let until = Instant::now() + lane.destination.send_timeout;
+    let until = from_now(lane.destination.send_timeout);
     shared.flights.ask(index, row, until);
     if lane.questions.0.try_send(question).is_err() {
         shared.flights.question_done(row);

@@ -11,6 +11,7 @@ use super::handle::DispatcherHandle;
 use super::maintenance;
 use super::shared::{Ends, Shared};
 use super::stats::Stats;
+use super::time::from_now;
 use crate::error::StoreError;
 
 /// How often to see whether there is room again.
@@ -24,9 +25,7 @@ pub(crate) fn run(shared: Arc<Shared>, ends: Ends) -> Result<Stats, StoreError> 
     let mut session = shared.session("sweep");
     let swept = sweep(&shared, &mut session, &ask);
     // What was claimed is seen through even where the sweep broke off.
-    shared
-        .flights
-        .wait_empty(Instant::now() + patience(&shared));
+    shared.flights.wait_empty(from_now(patience(&shared)));
     handle.stop(Duration::from_secs(1));
     swept.map(|()| handle.stats())
 }

@@ -6,6 +6,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::thread;
 
+/// The port that a URL leads to.
+pub fn port_of(url: &str) -> u16 {
+    let (_, address) = url.rsplit_once('@').unwrap();
+    let address = address.split('/').next().unwrap();
+    let port = address.rsplit_once(':').map_or("5432", |(_, port)| port);
+    port.parse().unwrap()
+}
+
 /// What the proxy does with what it receives.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 enum Fault {
