@@ -21,7 +21,14 @@ enum Fault {
     None,
     Refuse,
     Blackhole,
-    CutAnswerTo(Vec<u8>),
+    /// The end of the connection whose request held this, in place of the answer.
+    EndAnswerTo(Vec<u8>, End),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    Cut,
+    Silence,
 }
 
 /// Listens on 127.0.0.1 and passes everything on, until it is told otherwise.
@@ -88,7 +95,13 @@ impl Proxy {
     /// answer and cuts the connection in its place, once: the server has done what
     /// the client will never know. `COMMIT` is the usual needle.
     pub fn cut_answer_to(&self, needle: &str) {
-        *self.state.fault() = Fault::CutAnswerTo(needle.as_bytes().to_vec());
+        *self.state.fault() = Fault::EndAnswerTo(needle.as_bytes().to_vec(), End::Cut);
+    }
+
+    /// The same, but nothing is cut: from that answer on the client of this
+    /// connection hears nothing more.
+    pub fn silence_answer_to(&self, needle: &str) {
+        *self.state.fault() = Fault::EndAnswerTo(needle.as_bytes().to_vec(), End::Silence);
     }
 
     /// Passes everything on again.
@@ -152,8 +165,8 @@ impl State {
 struct Connection {
     client: TcpStream,
     server: TcpStream,
-    /// The server's next answer ends it.
-    doomed: AtomicBool,
+    /// How the server's next answer ends it.
+    doomed: Mutex<Option<End>>,
 }
 
 impl Connection {
@@ -177,7 +190,7 @@ fn accept(client: TcpStream, target: u16, state: &Arc<State>) {
     let connection = Arc::new(Connection {
         client,
         server,
-        doomed: AtomicBool::new(false),
+        doomed: Mutex::new(None),
     });
     state.remember(&connection);
     for direction in [pass_requests, pass_answers] {
@@ -202,11 +215,11 @@ fn pass_requests(connection: &Connection, state: &State) -> io::Result<()> {
                 state.fire();
                 Ok(false)
             }
-            Fault::CutAnswerTo(needle) => {
+            Fault::EndAnswerTo(needle, end) => {
                 // A message may arrive in two pieces.
                 recent.extend_from_slice(piece);
                 if contains(&recent, needle) {
-                    connection.doomed.store(true, Ordering::SeqCst);
+                    *connection.doomed.lock().unwrap() = Some(*end);
                     *fault = Fault::None;
                 } else {
                     let keep = recent.len().min(needle.len());
@@ -221,9 +234,16 @@ fn pass_requests(connection: &Connection, state: &State) -> io::Result<()> {
 
 fn pass_answers(connection: &Connection, state: &State) -> io::Result<()> {
     pass(&connection.server, &connection.client, |_| {
-        if connection.doomed.load(Ordering::SeqCst) {
-            state.fire();
-            return Err(io::ErrorKind::ConnectionReset.into());
+        match *connection.doomed.lock().unwrap() {
+            Some(End::Cut) => {
+                state.fire();
+                return Err(io::ErrorKind::ConnectionReset.into());
+            }
+            Some(End::Silence) => {
+                state.fire();
+                return Ok(false);
+            }
+            None => {}
         }
         let swallow = *state.fault() == Fault::Blackhole;
         if swallow {

@@ -180,10 +180,26 @@ impl Server {
         self.signal_all(rustix::process::Signal::CONT);
     }
 
-    fn signal_all(&self, signal: rustix::process::Signal) {
-        let pid = self.pid().unwrap_or_else(|| panic!("no server runs"));
+    /// Freezes one session, by its process id.
+    pub fn sigstop_session(&self, pid: i32) {
+        Self::signal(pid, rustix::process::Signal::STOP);
+    }
+
+    /// Lets a frozen session go on.
+    pub fn sigcont_session(&self, pid: i32) {
+        Self::signal(pid, rustix::process::Signal::CONT);
+    }
+
+    fn signal(pid: i32, signal: rustix::process::Signal) {
         signals::signal_tree(pid, signal)
-            .unwrap_or_else(|error| panic!("signalling the private server: {error}"));
+            .unwrap_or_else(|error| panic!("signalling a session: {error}"));
+    }
+
+    fn signal_all(&self, signal: rustix::process::Signal) {
+        Self::signal(
+            self.pid().unwrap_or_else(|| panic!("no server runs")),
+            signal,
+        );
     }
 
     fn data(&self) -> PathBuf {
