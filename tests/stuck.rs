@@ -207,6 +207,12 @@ fn a_row_whose_answer_could_not_be_written_is_not_handed_back() {
     let server = Server::start();
     let db = TestDb::on(&server);
     let proxy = Proxy::to(server.port());
+    // Nor does it lapse, so that the look for orphans sees it.
+    db.execute(
+        "CREATE FUNCTION skip() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+         CREATE TRIGGER skip BEFORE UPDATE ON tf_outbox FOR EACH ROW
+             WHEN (NEW.status = 'outcome_unknown') EXECUTE FUNCTION skip()",
+    );
     let (send, arrivals, answer) = gated();
     let running = Dispatcher::builder(&proxy.url(db.url()))
         .destination(Destination::manual("a", send))
