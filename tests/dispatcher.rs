@@ -4,9 +4,8 @@
 
 mod support;
 
-use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use chrono::{TimeDelta, Utc};
@@ -14,8 +13,8 @@ use crossbeam_channel::unbounded;
 use diesel::prelude::*;
 use diesel_outbox::schema::tf_outbox;
 use diesel_outbox::{
-    Backoff, Destination, Dispatched, Dispatcher, OutboxEntry, OutboxId, OutboxReader,
-    OutboxStatus, PgOutbox, StoreError, claim_due, code, enqueue, enqueue_all, get,
+    Backoff, Destination, Dispatched, Dispatcher, OutboxEntry, OutboxReader, OutboxStatus,
+    PgOutbox, StoreError, code, enqueue, enqueue_all, get,
 };
 use serde_json::json;
 use support::db::TestDb;
@@ -23,7 +22,7 @@ use support::dispatch::{
     SOON, dispatcher, enqueued, gated, i_of, idempotent, ms, rows, until_status, whole_row,
     with_status,
 };
-use support::wait::{eventually, stretched};
+use support::wait::eventually;
 
 // C8
 #[test]
@@ -46,34 +45,6 @@ fn the_claim_is_committed_before_the_send() {
     assert_eq!(record.entry.status, OutboxStatus::Dispatching);
     assert_eq!(record.entry.attempt_count, 1);
     assert_eq!(record.claim.unwrap().worker_id, running.worker_id());
-}
-
-#[test]
-fn ten_dispatchers_send_each_row_once() {
-    let db = TestDb::new();
-    let sent: Arc<Mutex<HashMap<OutboxId, usize>>> = Arc::default();
-    let ids = enqueued(&db, 5_000);
-    let running: Vec<_> = (0..10)
-        .map(|_| {
-            let sent = Arc::clone(&sent);
-            let send = move |entry: &OutboxEntry| {
-                *sent.lock().unwrap().entry(entry.outbox_id).or_default() += 1;
-                Dispatched::completed()
-            };
-            dispatcher(&db, idempotent("a", send))
-                .with_batch(50)
-                .start()
-                .unwrap()
-        })
-        .collect();
-    let mut conn = db.connect();
-    eventually(Duration::from_secs(60), "all completed", || {
-        (with_status(&mut conn, "completed") == 5_000).then_some(())
-    });
-    let sent = sent.lock().unwrap();
-    assert_eq!(sent.len(), ids.len());
-    assert!(sent.values().all(|n| *n == 1));
-    assert!(running.iter().filter(|d| d.stats().claimed > 0).count() > 1);
 }
 
 // C9
@@ -486,66 +457,6 @@ fn no_transaction_is_open_while_a_sender_runs() {
     assert_eq!(beside.stats().completed, 1);
 }
 
-// D1
-#[test]
-fn a_stop_finishes_what_runs_and_hands_back_the_rest_untouched() {
-    let db = TestDb::new();
-    let (send, arrivals, answer) = gated();
-    let destination = idempotent("a", send).with_concurrency(2).with_prefetch(18);
-    let running = dispatcher(&db, destination).start().unwrap();
-    let ids = enqueued(&db, 20);
-    for _ in 0..2 {
-        arrivals.recv_timeout(SOON).unwrap();
-    }
-    eventually(SOON, "all claimed", || {
-        (running.stats().claimed == 20).then_some(())
-    });
-    let mut conn = db.connect();
-    let report = std::thread::scope(|scope| {
-        let stopping = scope.spawn(|| running.stop(SOON));
-        eventually(SOON, "18 handed back", || {
-            (with_status(&mut conn, "pending") == 18).then_some(())
-        });
-        for _ in 0..2 {
-            answer.send(Dispatched::completed()).unwrap();
-        }
-        stopping.join().unwrap()
-    });
-    assert_eq!((report.finished, report.handed_back), (2, 18));
-    assert_eq!(
-        (report.left_unknown, report.left_running, report.unsettled),
-        (0, 0, 0)
-    );
-    assert_eq!(report.blocked, Vec::<&str>::new());
-    assert_eq!(running.stats().begun, 2);
-    assert_eq!(with_status(&mut conn, "completed"), 2);
-    for id in ids {
-        let record = get(&mut conn, id).unwrap();
-        if record.entry.status == OutboxStatus::Pending {
-            assert_eq!((record.entry.attempt_count, record.claim), (0, None));
-        }
-    }
-    assert_eq!(running.stop(Duration::ZERO), report);
-}
-
-#[test]
-fn a_stop_leaves_a_hung_call_as_unknown_and_returns_in_time() {
-    let db = TestDb::new();
-    let (send, arrivals, _answer) = gated();
-    let running = dispatcher(&db, Destination::manual("a", send))
-        .start()
-        .unwrap();
-    let ids = enqueued(&db, 1);
-    arrivals.recv_timeout(SOON).unwrap();
-    let asked = Instant::now();
-    let report = running.stop(ms(300));
-    assert!(asked.elapsed() < ms(300) + stretched(Duration::from_secs(1)));
-    assert_eq!((report.left_unknown, report.left_running), (1, 1));
-    let record = get(&mut db.connect(), ids[0]).unwrap();
-    assert_eq!(record.entry.status, OutboxStatus::OutcomeUnknown);
-    assert_eq!(record.last_failure.as_deref(), Some(code::STOPPED));
-}
-
 #[test]
 fn one_sweep_settles_what_is_due_and_ends() {
     let db = TestDb::new();
@@ -559,67 +470,6 @@ fn one_sweep_settles_what_is_due_and_ends() {
     assert_eq!((stats.completed, stats.begun), (29, 29));
     assert_eq!(with_status(&mut conn, "completed"), 29);
     assert_eq!(sweeper.run_once().unwrap().begun, 0);
-}
-
-// L3, L4
-#[test]
-fn old_foreign_claims_lapse_and_live_ones_are_left_alone() {
-    let db = TestDb::new();
-    let mut conn = db.connect();
-    let old = enqueued(&db, 5_000);
-    claim_due(&mut conn, Utc::now(), 5_000, "gone").unwrap();
-    diesel::update(tf_outbox::table)
-        .set(tf_outbox::claim_taken_at.eq(Utc::now() - TimeDelta::days(1)))
-        .execute(&mut conn)
-        .unwrap();
-    let live = OutboxEntry::new("a", "live", &json!({ "i": 0 })).unwrap();
-    enqueue(&mut conn, &live).unwrap();
-    claim_due(&mut conn, Utc::now(), 1, "alive").unwrap();
-    let before = whole_row(&mut conn, live.outbox_id);
-    let running = dispatcher(&db, idempotent("a", |_| Dispatched::completed()))
-        .with_maintenance_interval(Duration::from_secs(1))
-        .start()
-        .unwrap();
-    eventually(Duration::from_secs(30), "all lapsed", || {
-        (running.stats().lapsed == 5_000).then_some(())
-    });
-    eventually(Duration::from_secs(60), "all completed", || {
-        (with_status(&mut conn, "completed") == old.len() as i64).then_some(())
-    });
-    let stats = running.stats();
-    assert_eq!((stats.lapsed, stats.resent), (5_000, 5_000));
-    assert_eq!(whole_row(&mut conn, live.outbox_id), before);
-}
-
-// L1, in small
-#[test]
-fn a_lease_is_renewed_while_the_call_runs() {
-    let db = TestDb::new();
-    let (send, arrivals, answer) = gated();
-    let lease = ms(1_500);
-    let first = dispatcher(&db, idempotent("a", send))
-        .with_lease(lease)
-        .start()
-        .unwrap();
-    let ids = enqueued(&db, 1);
-    arrivals.recv_timeout(SOON).unwrap();
-    let second = dispatcher(&db, idempotent("a", |_| Dispatched::permanent("twice")))
-        .with_lease(lease)
-        .start()
-        .unwrap();
-    let mut conn = db.connect();
-    let mut seen = std::collections::BTreeSet::new();
-    eventually(SOON, "five renewals", || {
-        let record = get(&mut conn, ids[0]).unwrap();
-        assert_eq!(record.entry.status, OutboxStatus::Dispatching);
-        seen.insert(record.claim.unwrap().claimed_at);
-        (seen.len() > 5).then_some(())
-    });
-    answer.send(Dispatched::completed()).unwrap();
-    let record = until_status(&mut conn, ids[0], OutboxStatus::Completed);
-    assert_eq!(record.entry.attempt_count, 1);
-    assert_eq!((first.stats().lapsed, second.stats().lapsed), (0, 0));
-    assert_eq!(second.stats().begun, 0);
 }
 
 // K2, K6
