@@ -12,6 +12,8 @@
 //! a command that honours `IDEMPOTENCY_KEY` may be called again then, and that one
 //! is asked for by `OUTBOX_KIND=idempotent`; else the row waits for a person.
 
+#![allow(clippy::print_stdout)]
+
 use std::error::Error;
 use std::io::Write;
 use std::os::unix::process::CommandExt;

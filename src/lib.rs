@@ -97,6 +97,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
 
 mod backoff;
+mod check;
 mod claim;
 mod dispatcher;
 mod entry;

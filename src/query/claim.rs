@@ -5,10 +5,11 @@ use diesel::dsl::array;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
-use super::check;
+use super::bind;
 use super::decode::{ENTRY, EntryRow, StatusText};
 use super::expression::{Beginning, Pending, instant_or, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
+use crate::check;
 use crate::entry::{OutboxEntry, cut};
 use crate::error::{StoreError, code};
 use crate::schema::tf_outbox;
@@ -61,7 +62,7 @@ pub fn claim_due(
             due.field(tf_outbox::created_at),
             due.field(tf_outbox::outbox_id),
         ))
-        .limit(check::limit(limit))
+        .limit(bind::limit(limit))
         .select(due.field(tf_outbox::outbox_id))
         .for_update()
         .skip_locked();

@@ -13,7 +13,7 @@ use diesel::dsl::array;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
-use super::check;
+use super::bind;
 use super::claim_ready::{Taken, hand_out, take};
 use super::decode::{Kept, StatusText};
 use super::expression::{
@@ -135,7 +135,7 @@ impl Look<'_> {
                     .filter(tf_outbox::status.eq(Pending))
                     .filter(tf_outbox::ordering_key.is_not_null())
                     .filter(due_at!().le(statement_timestamp()))
-                    .limit(check::limit(WINDOW))
+                    .limit(bind::limit(WINDOW))
                     .select(tf_outbox::ordering_key.assume_not_null())
             };
         }
@@ -210,7 +210,7 @@ impl Look<'_> {
             )
             .filter(due_at.le(statement_timestamp()))
             .order((due_at, due.field(tf_outbox::outbox_id)))
-            .limit(check::limit(limit))
+            .limit(bind::limit(limit))
             .select(due.field(tf_outbox::outbox_id))
             .for_update()
             .skip_locked();

@@ -5,7 +5,7 @@ use chrono::{DateTime, Utc};
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
-use super::check;
+use super::bind;
 use super::claim::failed_with;
 use super::decode::{EntryRow, Kept};
 use super::expression::{Pending, later_of, statement_timestamp};
@@ -46,7 +46,7 @@ macro_rules! take {
                 .eq($crate::query::expression::statement_timestamp().nullable()),
             tf_outbox::claim_expires_at.eq($crate::query::expression::after(
                 $crate::query::expression::statement_timestamp(),
-                $crate::query::check::interval($claim.lease),
+                $crate::query::bind::interval($claim.lease),
             )
             .nullable()),
             tf_outbox::claim_seq.eq($crate::query::expression::nextval(
@@ -81,7 +81,7 @@ pub(crate) fn claim_ready(conn: &mut PgConnection, claim: &Claim) -> Result<Clai
         .filter(due.field(tf_outbox::ordering_key).is_null())
         .filter(due_at.le(statement_timestamp()))
         .order((due_at, due.field(tf_outbox::outbox_id)))
-        .limit(check::limit(claim.limit))
+        .limit(bind::limit(claim.limit))
         .select(due.field(tf_outbox::outbox_id))
         .for_update()
         .skip_locked();

@@ -6,10 +6,10 @@ use diesel::result::Error;
 use serde_json::Value;
 use uuid::Uuid;
 
-use super::check::{self, MAX_PAYLOAD_BYTES};
 use super::decode::StatusText;
 use super::fault::{OrStoreError, Phase};
 use super::transaction::transaction;
+use crate::check::{self, MAX_PAYLOAD_BYTES};
 use crate::entry::{OutboxEntry, cut};
 use crate::error::StoreError;
 use crate::id::OutboxId;

@@ -14,7 +14,7 @@ use diesel::prelude::*;
 use diesel::sql_types::{Array, Bool, Interval, Text};
 use uuid::Uuid;
 
-use super::check;
+use super::bind;
 use super::decode::{Kept, StatusText};
 use super::expression::{Dispatching, after, array_position, first_of, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
@@ -165,7 +165,7 @@ fn retry(
         if let Outcome::Retry { code, delay } = &settlement.outcome {
             fences.push(&settlement.fence);
             codes.push(code);
-            delays.push(check::interval(*delay));
+            delays.push(bind::interval(*delay));
         }
     }
     let (ids, seqs) = Fence::arrays(fences);
@@ -425,11 +425,8 @@ fn settle_late(conn: &mut PgConnection, settlement: &Settlement) -> Result<Verdi
         Outcome::Retry { code, delay } => late!()
             .set((
                 tf_outbox::status.eq(StatusText(OutboxStatus::Pending)),
-                tf_outbox::next_attempt_at.eq(after(
-                    statement_timestamp(),
-                    check::interval(*delay),
-                )
-                .nullable()),
+                tf_outbox::next_attempt_at
+                    .eq(after(statement_timestamp(), bind::interval(*delay)).nullable()),
                 tf_outbox::last_failure.eq(code),
                 tf_outbox::lapse_count.eq(0),
                 tf_outbox::claim_seq.eq(None::<i64>),
@@ -484,7 +481,7 @@ pub(crate) fn renew(
     .set((
         tf_outbox::claim_taken_at.eq(statement_timestamp().nullable()),
         tf_outbox::claim_expires_at
-            .eq(after(statement_timestamp(), check::interval(lease)).nullable()),
+            .eq(after(statement_timestamp(), bind::interval(lease)).nullable()),
     ))
     .returning(tf_outbox::claim_seq.assume_not_null())
     .load(conn)

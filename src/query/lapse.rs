@@ -7,7 +7,7 @@ use diesel::dsl::array;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
-use super::check;
+use super::bind;
 use super::decode::StatusText;
 use super::expression::{Dispatching, OutcomeUnknown, after, before, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
@@ -37,7 +37,7 @@ pub(crate) fn lapse(
     let expires_at = held.field(tf_outbox::claim_expires_at);
     let holder = held.field(tf_outbox::claim_worker_id);
     let ours = format!("{WORKER_PREFIX}%");
-    let foreign = check::interval(foreign_lease);
+    let foreign = bind::interval(foreign_lease);
     // Each side on its own: `NOT (…)` of a comparison with a null holder is null.
     let over = holder
         .like(ours.clone())

@@ -11,11 +11,11 @@
 //! | `read` | none |
 //! | `session` | none: notifications and session locks |
 //!
-//! `check` refuses what can be refused before any SQL, `decode` reads rows one
-//! by one, `fault` turns errors into [`StoreError`](crate::StoreError), and
-//! `expression` holds the SQL functions and literals.
+//! `bind` makes values for the database and `decode` reads rows one by one,
+//! `fault` turns errors into [`StoreError`](crate::StoreError), and `expression`
+//! holds the SQL functions and literals.
 
-mod check;
+mod bind;
 mod claim;
 mod claim_keyed;
 mod claim_ready;
@@ -33,7 +33,7 @@ mod session;
 mod settle;
 mod transaction;
 
-pub use check::MAX_PAYLOAD_BYTES;
+pub use crate::check::MAX_PAYLOAD_BYTES;
 pub use claim::claim_due;
 pub use enqueue::{EnqueueLimits, Enqueued, enqueue, enqueue_all, enqueue_once};
 pub use read::{get, list_for_command};

@@ -8,7 +8,7 @@ use diesel::prelude::*;
 use diesel::sql_types::{Array, Bool, Interval};
 use uuid::Uuid;
 
-use super::check;
+use super::bind;
 use super::decode::{ENTRY, EntryRow, META, MetaRow, StatusText, record};
 use super::expression::{OutcomeUnknown, after, array_position, before, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
@@ -34,14 +34,14 @@ macro_rules! ripe {
         .filter(
             held.field(tf_outbox::unknown_since).le(before(
                 statement_timestamp(),
-                check::interval($probe.settle_delay),
+                bind::interval($probe.settle_delay),
             )
             .nullable()),
         )
         .filter(
             held.field(tf_outbox::next_attempt_at).is_null().or(held
                 .field(tf_outbox::next_attempt_at)
-                .le(before(statement_timestamp(), check::interval($probe.due_for)).nullable())),
+                .le(before(statement_timestamp(), bind::interval($probe.due_for)).nullable())),
         )
         .filter(held.field(tf_outbox::outbox_id).ne_all(&$probe.except))
         .order((
@@ -80,7 +80,7 @@ pub(crate) fn claim_probes(
             let wait = probe
                 .answer_within
                 .saturating_add(probe.backoff.jittered(nth));
-            (id, check::interval(wait))
+            (id, bind::interval(wait))
         })
         .unzip();
     let rows = diesel::update(tf_outbox::table.filter(tf_outbox::outbox_id.eq_any(&ids)))
@@ -145,7 +145,7 @@ pub(crate) fn resend_ripe(conn: &mut PgConnection, probe: &Probe) -> Result<usiz
         .into_iter()
         .map(|(id, attempts)| {
             let nth = u32::try_from(attempts).unwrap_or(1).max(1);
-            (id, check::interval(probe.backoff.jittered(nth)))
+            (id, bind::interval(probe.backoff.jittered(nth)))
         })
         .unzip();
     let resent = diesel::update(tf_outbox::table.filter(tf_outbox::outbox_id.eq_any(&ids)))
@@ -216,7 +216,7 @@ pub(crate) fn answer(
     }
     let later = |delay| {
         tf_outbox::next_attempt_at
-            .eq(after(statement_timestamp(), check::interval(delay)).nullable())
+            .eq(after(statement_timestamp(), bind::interval(delay)).nullable())
     };
     let written = match answer {
         Answer::Completed => asked!()

@@ -5,13 +5,13 @@ use diesel::dsl::array;
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
-use super::check;
 use super::decode::StatusText;
 use super::expression::{Dispatching, first_of};
 use super::fault::{OrStoreError, Phase};
 use super::read::accept_if;
 use super::session::notify;
 use super::settle::{claim_cleared, hidden_status};
+use crate::check;
 use crate::entry::cut;
 use crate::error::StoreError;
 use crate::id::OutboxId;

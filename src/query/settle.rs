@@ -5,12 +5,12 @@ use chrono::{DateTime, Utc};
 use diesel::pg::PgConnection;
 use diesel::prelude::*;
 
-use super::check;
 use super::decode::StatusText;
 use super::expression::{first_of, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
 use super::read::accept_if;
 use super::requeue::requeue;
+use crate::check;
 use crate::error::StoreError;
 use crate::id::OutboxId;
 use crate::schema::tf_outbox;
