@@ -183,13 +183,13 @@ fn a_rolling_restart_of_four_under_load_loses_and_doubles_nothing() {
                 std::thread::sleep(ms(20));
             }
         });
-        for old in 0..4 {
+        for old in &mut four {
             // There is work while each of them goes.
             eventually(SOON, "rows that are under way", || {
                 (with_status(&mut conn, "dispatching") > 0).then_some(())
             });
             let next = start();
-            end(std::mem::replace(&mut four[old], next));
+            end(std::mem::replace(old, next));
         }
         load.join().unwrap();
     });
