@@ -7,6 +7,11 @@ use uuid::Uuid;
 
 use crate::entry::OutboxEntry;
 
+/// Every worker id of a dispatcher begins with this. Only then does the lease
+/// that the claim itself wrote count: the other implementation leaves a stale
+/// one behind.
+pub(crate) const WORKER_PREFIX: &str = "diesel-outbox/";
+
 /// One claim of the dispatcher. `seq` is unique over rows and claims, so a batch
 /// is fenced by `outbox_id = ANY(ids) AND claim_seq = ANY(seqs)`: no pair other
 /// than those that were claimed can match.

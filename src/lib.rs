@@ -72,6 +72,7 @@
 //! | run the dispatcher | [`Dispatcher`], [`Destination`], [`Backoff`] |
 //! | act as an operator | [`get`], [`list_for_command`], [`mark_completed`], [`mark_failed`], [`reschedule`], [`redrive`], [`skip_failed`] |
 //! | drive the outbox by hand | [`PgOutbox`], [`OutboxReader`], [`OutboxWriter`] |
+//! | test an application without a database | [`MemoryOutbox`], [`FakeClock`], [`conformance`] |
 //! | understand an error | [`StoreError`] |
 //!
 //! # What is promised
@@ -99,11 +100,13 @@
 mod backoff;
 mod check;
 mod claim;
+pub mod conformance;
 mod dispatcher;
 mod entry;
 mod error;
 pub mod guide;
 mod id;
+mod memory;
 #[cfg(feature = "migrations")]
 pub mod migrations;
 mod postgres;
@@ -128,6 +131,7 @@ pub use dispatcher::{
 pub use entry::OutboxEntry;
 pub use error::{StoreError, code};
 pub use id::{CommandId, OutboxId};
+pub use memory::{FakeClock, MemoryOutbox};
 pub use query::{
     EnqueueLimits, Enqueued, claim_due, enqueue, enqueue_all, enqueue_once, get, list_for_command,
     mark_completed, mark_failed, mark_outcome_unknown, redrive, release_expired_claims, reschedule,

@@ -201,6 +201,25 @@ impl Ear {
         })
     }
 
+    /// Waits for word on either channel, at most `pause`; whether it came.
+    pub(crate) fn listen_to(
+        &self,
+        channels: [&Receiver<()>; 2],
+        pause: Duration,
+    ) -> Result<bool, Closed> {
+        let mut heard = false;
+        self.parked(|bell| {
+            crossbeam_channel::select! {
+                recv(channels[0]) -> word => heard = word.is_ok(),
+                recv(channels[1]) -> word => heard = word.is_ok(),
+                recv(bell.closed) -> _ => return Err(Closed),
+                default(pause) => {}
+            }
+            Ok(())
+        })?;
+        Ok(heard)
+    }
+
     /// A wait of ours is sure to end, and is no silence.
     fn parked(&self, wait: impl FnOnce(&Bell) -> Result<(), Closed>) -> Result<(), Closed> {
         if self.is_replaced() {
@@ -231,10 +250,9 @@ pub(crate) enum Found {
 pub(crate) struct Closed;
 
 /// Leaves word that something is to be done. Word that waits is as good as more.
-pub(crate) fn knock(door: &Sender<()>) {
-    match door.try_send(()) {
-        Ok(()) | Err(TrySendError::Full(()) | TrySendError::Disconnected(())) => {}
-    }
+/// `false`: nobody is there any more.
+pub(crate) fn knock(door: &Sender<()>) -> bool {
+    !matches!(door.try_send(()), Err(TrySendError::Disconnected(())))
 }
 
 fn millis(duration: Duration) -> u64 {

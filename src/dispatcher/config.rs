@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::Dispatcher;
 use super::destination::Destination;
 use super::handle::DispatcherHandle;
+use crate::memory::MemoryOutbox;
 
 /// A setting makes no sense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -42,12 +43,18 @@ pub enum Route {
 const LEASE_LEAST: Duration = Duration::from_millis(100);
 const LEASE_MOST: Duration = Duration::from_secs(86_400);
 
+/// Where the rows are.
+#[derive(Clone)]
+pub(crate) enum Target {
+    Postgres { url: String, route: Route },
+    Memory(MemoryOutbox),
+}
+
 /// Settings of a [`Dispatcher`], checked once, when it is built.
 #[derive(Clone)]
 #[must_use]
 pub struct DispatcherBuilder {
-    pub(crate) url: String,
-    pub(crate) route: Route,
+    pub(crate) target: Target,
     pub(crate) destinations: Vec<Destination>,
     pub(crate) batch: usize,
     pub(crate) lease: Duration,
@@ -57,10 +64,9 @@ pub struct DispatcherBuilder {
 }
 
 impl DispatcherBuilder {
-    pub(crate) fn new(url: &str) -> Self {
+    pub(crate) fn new(target: Target) -> Self {
         Self {
-            url: url.to_owned(),
-            route: Route::Direct,
+            target,
             destinations: Vec::new(),
             batch: 500,
             lease: Duration::from_secs(60),
@@ -80,9 +86,12 @@ impl DispatcherBuilder {
     /// What the URL leads to. [`Route::TransactionPooler`] gives up what does not
     /// work there, waking by notification above all, so that rows are found within
     /// [`with_poll`](Self::with_poll). Default [`Route::Direct`]; a dispatcher that
-    /// notices that notifications do not reach it polls too, and says so once.
+    /// notices that notifications do not reach it polls too, and says so once. It
+    /// means nothing in memory.
     pub fn with_route(mut self, route: Route) -> Self {
-        self.route = route;
+        if let Target::Postgres { route: taken, .. } = &mut self.target {
+            *taken = route;
+        }
         self
     }
 
@@ -144,7 +153,11 @@ impl DispatcherBuilder {
     }
 
     fn check(&self) -> Result<(), ConfigError> {
-        let fault = if self.url.contains('\0') {
+        let has_nul = match &self.target {
+            Target::Postgres { url, .. } => url.contains('\0'),
+            Target::Memory(_) => false,
+        };
+        let fault = if has_nul {
             Some("database_url")
         } else if self.destinations.is_empty() {
             Some("destination")

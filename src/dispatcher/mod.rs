@@ -55,9 +55,13 @@ pub use destination::Destination;
 pub use handle::{DispatcherHandle, StopReport};
 pub use stats::{DestinationState, Pause, Stats};
 
+use crate::claim::WORKER_PREFIX;
 use crate::error::StoreError;
+use crate::memory::MemoryOutbox;
 use crate::postgres::PgBackend;
-use crate::query::WORKER_PREFIX;
+use backend::Backend;
+pub(crate) use bell::knock;
+use config::Target;
 use shared::Shared;
 
 /// A dispatcher that is configured and not yet at work.
@@ -88,7 +92,16 @@ impl Dispatcher {
     /// which exhaust the application's pool do not keep it from settling. The
     /// URL is never shown.
     pub fn builder(database_url: &str) -> DispatcherBuilder {
-        DispatcherBuilder::new(database_url)
+        DispatcherBuilder::new(Target::Postgres {
+            url: database_url.to_owned(),
+            route: Route::Direct,
+        })
+    }
+
+    /// A dispatcher on an outbox in memory, for the tests of an application: the
+    /// same threads, leases, backoff and settlement, and no database.
+    pub fn in_memory(outbox: &MemoryOutbox) -> DispatcherBuilder {
+        DispatcherBuilder::new(Target::Memory(outbox.clone()))
     }
 
     pub(crate) fn from_builder(builder: DispatcherBuilder) -> Self {
@@ -97,8 +110,13 @@ impl Dispatcher {
 
     fn shared(&self) -> (Arc<Shared>, shared::Ends) {
         let builder = &self.builder;
-        let deadline = guard::deadline(builder.lease);
-        let backend = Arc::new(PgBackend::new(&builder.url, builder.route, deadline));
+        let backend: Arc<dyn Backend> = match &builder.target {
+            Target::Postgres { url, route } => {
+                let deadline = guard::deadline(builder.lease);
+                Arc::new(PgBackend::new(url, *route, deadline))
+            }
+            Target::Memory(outbox) => Arc::new(outbox.backend()),
+        };
         Shared::new(&self.builder, worker_id(), backend)
     }
 

@@ -12,16 +12,12 @@ use super::decode::StatusText;
 use super::expression::{Dispatching, OutcomeUnknown, after, before, statement_timestamp};
 use super::fault::{OrStoreError, Phase};
 use super::settle::claim_cleared;
+use crate::claim::WORKER_PREFIX;
 use crate::error::{StoreError, code};
 use crate::schema::tf_outbox;
 use crate::status::OutboxStatus;
 
 diesel::alias!(tf_outbox as held: Held);
-
-/// Every worker id of a dispatcher begins with this. Only then does the lease
-/// that the claim itself wrote count: the other implementation leaves a stale
-/// one behind.
-pub(crate) const WORKER_PREFIX: &str = "diesel-outbox/";
 
 /// Lapses claims on rows of `destinations`: those of dispatchers whose lease is
 /// over by the server's clock, and any other claim that is older than

@@ -45,7 +45,7 @@ pub(crate) use claim_ready::claim_ready;
 pub(crate) use due::{due, with_unknown};
 pub(crate) use fault::{OrStoreError, Phase, connection_fault};
 pub(crate) use fenced::{held, renew, settle};
-pub(crate) use lapse::{WORKER_PREFIX, lapse, stamp_unknown};
+pub(crate) use lapse::{lapse, stamp_unknown};
 pub(crate) use probe::{answer, claim_probes, park_exhausted, resend_ripe};
 pub(crate) use session::{CHANNEL, notify_on, try_lock, unlock};
 pub(crate) use transaction::transaction;
