@@ -37,7 +37,11 @@ impl PgBackend {
     }
 
     fn connection(&self, role: &'static str) -> Connection {
-        Connection::new(&self.url, self.route, self.deadline, role)
+        self.connection_by(self.route, role)
+    }
+
+    fn connection_by(&self, route: Route, role: &'static str) -> Connection {
+        Connection::new(&self.url, route, self.deadline, role)
     }
 }
 
@@ -50,7 +54,13 @@ impl Backend for PgBackend {
 
     fn listen(&self, ear: &Ear) {
         match self.route {
-            Route::Direct => wakeup::listen(|role| self.connection(role), ear),
+            Route::Direct => wakeup::listen(
+                self.connection("listener"),
+                // It works behind whatever pooler there may be, so that what fails is
+                // the notification, and is said to.
+                self.connection_by(Route::TransactionPooler, "echo"),
+                ear,
+            ),
             Route::TransactionPooler => ear.poll_only(),
         }
     }

@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use diesel::RunQueryDsl;
+use diesel::connection::SimpleConnection;
 use diesel::pg::PgConnection;
 
 use super::connection::Connection;
@@ -52,10 +53,9 @@ impl From<Closed> for Ended {
     }
 }
 
-/// Listens until the dispatcher ends. `connection` makes one for a role.
-pub(super) fn listen(connection: impl Fn(&'static str) -> Connection, ear: &Ear) {
-    let mut listening = connection("listener");
-    let mut talking = connection("echo");
+/// Listens until the dispatcher ends. `talking` is for the proof that this is of
+/// use.
+pub(super) fn listen(mut listening: Connection, mut talking: Connection, ear: &Ear) {
     // What is said once: that it does not work, until it works again.
     let mut said = false;
     loop {
@@ -76,7 +76,8 @@ pub(super) fn listen(connection: impl Fn(&'static str) -> Connection, ear: &Ear)
                 if !said {
                     tracing::warn!(
                         "notifications do not reach the outbox listener, as behind a \
-                         transaction-pooling proxy; polling instead"
+                         transaction-pooling proxy (which wants Route::TransactionPooler); \
+                         polling instead"
                     );
                 }
                 ECHO_AGAIN
@@ -107,8 +108,7 @@ fn hear(listening: &mut Connection, talking: &mut Connection, ear: &Ear, said: &
 /// LISTEN, and the proof that it is of use.
 fn start(conn: &mut PgConnection, talking: &mut Connection, ear: &Ear) -> Result<(), Ended> {
     for channel in [CHANNEL, ECHO] {
-        diesel::sql_query(format!("LISTEN {channel}"))
-            .execute(conn)
+        conn.batch_execute(&format!("LISTEN {channel}"))
             .or_store_error(Phase::Read)?;
     }
     let token = uuid::Uuid::new_v4().simple().to_string();
@@ -126,7 +126,7 @@ fn start(conn: &mut PgConnection, talking: &mut Connection, ear: &Ear) -> Result
         ear.wait(BUSY)?;
     }
     // Perhaps it reaches the server connection on which we listened.
-    let _ = diesel::sql_query("UNLISTEN *").execute(conn);
+    let _ = conn.batch_execute("UNLISTEN *");
     Err(Ended::Unheard)
 }
 

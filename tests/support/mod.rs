@@ -9,6 +9,7 @@ pub mod catalog;
 pub mod db;
 pub mod dispatch;
 pub mod logs;
+pub mod pgbouncer;
 pub mod process;
 pub mod proxy;
 pub mod server;

@@ -220,9 +220,13 @@ impl Server {
 
     /// One of the server's programs, as the user who runs the server.
     fn program(&self, name: &str) -> Command {
-        let path = self.bin.join(name);
+        self.command(&self.bin.join(name))
+    }
+
+    /// A program, as the user who runs the server.
+    pub fn command(&self, path: &Path) -> Command {
         let mut command = match &self.user {
-            Some(user) => user.command(&path),
+            Some(user) => user.command(path),
             None => Command::new(path),
         };
         for variable in FOREIGN_ENVIRONMENT {
@@ -239,7 +243,8 @@ impl Server {
         writeln!(file, "{name} = '{}'", value.replace('\'', "''"))
     }
 
-    fn give_to_server(&self, path: &Path) -> io::Result<()> {
+    /// Makes a file of this server's directory its user's own.
+    pub fn give_to_server(&self, path: &Path) -> io::Result<()> {
         match &self.user {
             Some(user) => chown(path, Some(user.uid), Some(user.gid)),
             None => Ok(()),
