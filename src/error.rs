@@ -15,6 +15,9 @@ pub mod code {
     pub const ATTEMPTS_EXHAUSTED: &str = "turnframe.dispatch.attempts_exhausted";
     /// A claim was not settled before its lease was over.
     pub const LAPSED: &str = "turnframe.dispatch.lapsed";
+    /// A row of unknown outcome has been asked about as often as its destination
+    /// allows, and waits for an operator.
+    pub const UNRESOLVED: &str = "turnframe.dispatch.unresolved";
     /// A claimed row holds a value that cannot be read.
     pub const CORRUPT_ROW: &str = "turnframe.dispatch.corrupt_row";
     /// A sender or reconciler gave a reason that is not a stable code.

@@ -24,6 +24,8 @@ pub(crate) struct Probe {
     /// Rows whose call still runs in this process, or that it is asking about.
     pub(crate) except: Vec<Uuid>,
     pub(crate) max_attempts: u32,
+    /// A row that has been asked about so often is not asked about any more.
+    pub(crate) max_probes: u32,
 }
 
 /// What an answer must match: the episode of uncertainty that it is about.
@@ -61,10 +63,10 @@ pub(crate) enum Answer {
     Unresolved {
         delay: Duration,
     },
-    /// To be sent again, if there were attempts left: stays unknown, for an
-    /// operator. It is asked about again all the same: the remote may come to
-    /// know more.
+    /// Stays unknown, for an operator, with the reason on record. While there are
+    /// questions left it is asked about again: the remote may come to know more.
     Park {
+        code: &'static str,
         delay: Duration,
     },
 }

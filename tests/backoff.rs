@@ -196,3 +196,38 @@ fn a_row_in_backoff_is_tried_again_when_it_is_due() {
     );
     support::dispatch::until_status(&mut db.connect(), id, OutboxStatus::Completed);
 }
+
+// C10
+#[test]
+fn a_pile_of_retries_does_not_starve_fresh_rows_of_its_destination() {
+    let db = TestDb::new();
+    let destination =
+        Destination::idempotent("a", |entry: &OutboxEntry| {
+            match entry.payload["old"].as_bool() {
+                Some(true) => Dispatched::retryable("x.down"),
+                _ => Dispatched::completed(),
+            }
+        })
+        .with_concurrency(4)
+        .with_max_attempts(u32::MAX)
+        .with_backoff(exact(SECOND, SECOND));
+    let start = Utc::now() - TimeDelta::hours(1);
+    let row = |i: i32, old: bool| {
+        OutboxEntry::new("a", format!("k{i}"), &serde_json::json!({ "old": old }))
+            .unwrap()
+            .with_created_at(start + TimeDelta::seconds(1) * i)
+    };
+    let old: Vec<_> = (0..1_000).map(|i| row(i, true)).collect();
+    let new: Vec<_> = (1_000..1_200).map(|i| row(i, false)).collect();
+    let mut conn = db.connect();
+    diesel_outbox::enqueue_all(&mut conn, &old).unwrap();
+    diesel_outbox::enqueue_all(&mut conn, &new).unwrap();
+    let running = dispatcher(&db, destination).with_batch(50).start().unwrap();
+    eventually(3 * SOON, "all new rows completed", || {
+        (support::dispatch::with_status(&mut conn, "completed") == 200).then_some(())
+    });
+    let before = running.stats().retried;
+    eventually(SOON, "retries that go on", || {
+        (running.stats().retried > before + 100).then_some(())
+    });
+}

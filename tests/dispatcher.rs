@@ -498,6 +498,7 @@ fn a_setting_without_sense_is_refused_by_name() {
         ),
         (on(sound().with_concurrency(0)), "concurrency"),
         (on(sound().with_probes(0)), "probes"),
+        (on(sound().with_max_probes(0)), "max_probes"),
         (on(sound().with_send_timeout(zero)), "send_timeout"),
         (on(sound().with_max_attempts(0)), "max_attempts"),
         (on(sound().with_max_abandoned(0)), "max_abandoned"),

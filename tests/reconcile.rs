@@ -304,3 +304,184 @@ fn a_stop_waits_for_an_answer_and_names_a_reconciler_that_hangs() {
     assert_eq!(with_status(&mut conn, "completed"), 1);
     assert_eq!(get(&mut conn, ids[1]).unwrap().probe_count, 1);
 }
+
+#[test]
+fn an_outcome_that_nobody_can_resolve_ends_parked_and_visible() {
+    let db = TestDb::new();
+    let asked = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&asked);
+    let reconcile = move |_: &OutboxRecord| {
+        assert!(
+            counted.fetch_add(1, Ordering::SeqCst) > 0,
+            "the first panics"
+        );
+        Reconciled::Unresolved
+    };
+    let destination = Destination::reconciled("a", never_sent, reconcile)
+        .with_settle_delay(Duration::ZERO)
+        .with_probe_backoff(Backoff::exponential(ms(10), ms(10)))
+        .with_max_probes(3);
+    let id = unknown(&db, 1)[0];
+    let running = dispatcher(&db, destination)
+        .with_maintenance_interval(ms(20))
+        .start()
+        .unwrap();
+    let mut conn = db.connect();
+    let parked = eventually(SOON, "a row that is parked", || {
+        get(&mut conn, id)
+            .ok()
+            .filter(|r| r.last_failure.as_deref() == Some(code::UNRESOLVED))
+    });
+    assert_eq!(parked.entry.status, OutboxStatus::OutcomeUnknown);
+    assert_eq!((parked.probe_count, running.stats().parked), (3, 1));
+    // Rounds go on, and nobody asks.
+    std::thread::sleep(ms(300));
+    assert_eq!(asked.load(Ordering::SeqCst), 3);
+    // An operator's word is the last.
+    diesel_outbox::mark_completed(&mut conn, id).unwrap();
+    running.stop(SOON);
+    let record = get(&mut conn, id).unwrap();
+    assert_eq!(record.entry.status, OutboxStatus::Completed);
+}
+
+#[test]
+fn a_row_that_was_asked_about_more_often_than_is_allowed_now_is_parked_unasked() {
+    let db = TestDb::new();
+    let id = unknown(&db, 1)[0];
+    let hour = TimeDelta::hours(1);
+    let mut conn = db.connect();
+    diesel::update(tf_outbox::table.find(id.0))
+        .set((
+            tf_outbox::probe_count.eq(50),
+            tf_outbox::next_attempt_at.eq(Utc::now() - hour),
+        ))
+        .execute(&mut conn)
+        .unwrap();
+    let reconcile = |_: &OutboxRecord| -> Reconciled { panic!("asked") };
+    let destination = Destination::reconciled("a", never_sent, reconcile)
+        .with_settle_delay(Duration::ZERO)
+        .with_max_probes(10);
+    let running = dispatcher(&db, destination).start().unwrap();
+    let parked = eventually(SOON, "a row that is parked", || {
+        get(&mut conn, id)
+            .ok()
+            .filter(|r| r.last_failure.as_deref() == Some(code::UNRESOLVED))
+    });
+    assert_eq!((parked.probe_count, running.stats().probes), (50, 0));
+}
+
+/// An operator and a reconciler answer about one row at the same moment.
+#[test]
+fn of_an_operator_and_a_reconciler_one_wins_and_the_other_is_refused() {
+    const ROUNDS: usize = 40;
+    let db = TestDb::new();
+    let (thinks, thinking) = unbounded::<OutboxId>();
+    let (go, word) = crossbeam_channel::bounded::<()>(0);
+    let reconcile = move |record: &OutboxRecord| {
+        thinks.send(record.entry.outbox_id).unwrap();
+        let _ = word.recv();
+        Reconciled::Failed {
+            code: "x.never".to_owned(),
+        }
+    };
+    let destination = Destination::reconciled("a", never_sent, reconcile)
+        .with_settle_delay(Duration::ZERO)
+        .with_probes(1);
+    let ids = unknown(&db, ROUNDS);
+    let running = dispatcher(&db, destination)
+        .with_maintenance_interval(ms(10))
+        .start()
+        .unwrap();
+    let mut conn = db.connect();
+    let mut operators = 0;
+    for round in 0..ROUNDS {
+        let id = thinking.recv_timeout(SOON).unwrap();
+        let end = |conn: &mut PgConnection| {
+            eventually(SOON, "an end", || {
+                get(conn, id)
+                    .ok()
+                    .filter(|record| record.entry.status.is_terminal())
+            })
+        };
+        // Now the operator is first for sure, now the reconciler, and now nobody
+        // knows.
+        let operator = match round % 4 {
+            0 => {
+                let operator = diesel_outbox::mark_completed(&mut conn, id);
+                go.send(()).unwrap();
+                operator
+            }
+            1 => {
+                go.send(()).unwrap();
+                end(&mut conn);
+                diesel_outbox::mark_completed(&mut conn, id)
+            }
+            _ => {
+                go.send(()).unwrap();
+                std::thread::sleep(Duration::from_micros(round as u64 * 50));
+                diesel_outbox::mark_completed(&mut conn, id)
+            }
+        };
+        let record = end(&mut conn);
+        match operator {
+            Ok(()) => {
+                operators += 1;
+                assert_eq!(record.entry.status, OutboxStatus::Completed);
+                assert_eq!(record.last_failure, None);
+            }
+            Err(error) => {
+                assert_eq!(error, diesel_outbox::StoreError::Conflict);
+                assert_eq!(record.entry.status, OutboxStatus::Failed);
+                assert_eq!(record.last_failure.as_deref(), Some("x.never"));
+            }
+        }
+    }
+    running.stop(SOON);
+    let stats = running.stats();
+    assert_eq!(stats.reconciled as usize, ROUNDS - operators);
+    let failed = with_status(&mut conn, "failed") as usize;
+    assert_eq!(failed, ROUNDS - operators);
+    assert_eq!(ids.len(), ROUNDS);
+    // Each had the better of the other at least once: the fault fired.
+    assert!(
+        operators > 0 && operators < ROUNDS,
+        "{operators} of {ROUNDS}"
+    );
+}
+
+#[test]
+fn questions_never_starve_sends() {
+    let db = TestDb::new();
+    let (asked, questions) = unbounded();
+    let (_never, gate) = crossbeam_channel::bounded::<()>(0);
+    let reconcile = move |record: &OutboxRecord| {
+        asked.send(record.entry.outbox_id).unwrap();
+        let _ = gate.recv();
+        Reconciled::Unresolved
+    };
+    let send = |entry: &OutboxEntry| {
+        assert_eq!(entry.attempt_count, 1);
+        Dispatched::completed()
+    };
+    let destination = Destination::reconciled("a", send, reconcile)
+        .with_settle_delay(Duration::ZERO)
+        .with_concurrency(2)
+        .with_probes(3);
+    unknown(&db, 20);
+    let running = dispatcher(&db, destination).start().unwrap();
+    for _ in 0..3 {
+        questions.recv_timeout(SOON).unwrap();
+    }
+    let mut conn = db.connect();
+    for i in 0..50 {
+        let entry = OutboxEntry::new("a", format!("new-{i}"), &()).unwrap();
+        enqueue(&mut conn, &entry).unwrap();
+    }
+    eventually(SOON, "all new ones completed", || {
+        (with_status(&mut conn, "completed") == 50).then_some(())
+    });
+    // No more are asked at once than were allowed.
+    assert!(questions.try_recv().is_err());
+    drop(_never);
+    running.stop(SOON);
+}

@@ -40,6 +40,7 @@ pub struct Destination {
     pub(crate) backoff: Backoff,
     pub(crate) probe_backoff: Backoff,
     pub(crate) probes: usize,
+    pub(crate) max_probes: u32,
     pub(crate) max_attempts: u32,
     pub(crate) max_abandoned: usize,
     pub(crate) on_failure: KeyPolicy,
@@ -87,6 +88,7 @@ impl Destination {
             backoff: Backoff::default(),
             probe_backoff: Backoff::default(),
             probes: 4,
+            max_probes: 100,
             max_attempts: 20,
             max_abandoned: 8,
             on_failure: KeyPolicy::Pass,
@@ -155,6 +157,16 @@ impl Destination {
         self
     }
 
+    /// How often the reconciler is asked about one row in its life. After that many
+    /// questions without a resolution the row stays unknown, with
+    /// [`code::UNRESOLVED`](crate::code::UNRESOLVED) as its last failure, and waits
+    /// for an operator. Zero is refused. Default 100: about two days at the default
+    /// backoff, by when a person has been asked for.
+    pub fn with_max_probes(mut self, probes: u32) -> Self {
+        self.max_probes = probes;
+        self
+    }
+
     /// Attempts before a retryable answer becomes final: the row is then
     /// `failed` with the sender's last code. A row whose outcome is unknown is
     /// never failed by it, but kept for an operator. Zero is refused. Default
@@ -215,6 +227,8 @@ impl Destination {
             Some("concurrency")
         } else if self.probes == 0 {
             Some("probes")
+        } else if self.max_probes == 0 {
+            Some("max_probes")
         } else if self.send_timeout.is_zero() {
             Some("send_timeout")
         } else if self.max_attempts == 0 {

@@ -40,6 +40,7 @@ pub(crate) fn look(
         limit: BATCH,
         except: quiet,
         max_attempts: lane.destination.max_attempts,
+        max_probes: lane.destination.max_probes,
     };
     match &lane.destination.kind {
         Kind::Manual => {}
@@ -149,6 +150,13 @@ fn ask_one(
     let lane = &shared.lanes[index];
     add(&shared.counters.probes, 1);
     let again = || lane.destination.probe_backoff.jittered(fence.asked());
+    let unresolved = || match fence.asked() >= lane.destination.max_probes {
+        true => Answer::Park {
+            code: code::UNRESOLVED,
+            delay: again(),
+        },
+        false => Answer::Unresolved { delay: again() },
+    };
     let reconciled = catch_unwind(AssertUnwindSafe(|| reconciler.reconcile(record)));
     let answer = match reconciled {
         Ok(Reconciled::Completed) => Answer::Completed,
@@ -162,17 +170,20 @@ fn ask_one(
             on_failure: lane.destination.on_failure,
         },
         Ok(Reconciled::Resend) if fence.attempts() >= lane.destination.max_attempts => {
-            Answer::Park { delay: again() }
+            Answer::Park {
+                code: code::ATTEMPTS_EXHAUSTED,
+                delay: again(),
+            }
         }
         Ok(Reconciled::Resend) => Answer::Resend {
             delay: Duration::ZERO,
         },
-        Ok(Reconciled::Unresolved) => Answer::Unresolved { delay: again() },
+        Ok(Reconciled::Unresolved) => unresolved(),
         Err(panic) => {
             std::mem::forget(panic);
             add(&shared.counters.panics, 1);
             tracing::error!("a reconciler panicked; the outcome stays unknown");
-            Answer::Unresolved { delay: again() }
+            unresolved()
         }
     };
     let in_time = shared.flights.question_answered(fence.outbox_id);

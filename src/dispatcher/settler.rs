@@ -220,6 +220,13 @@ fn answer(
             result = session.answer(fence, &answer).map(|written| {
                 if written {
                     count_answer(shared, &answer);
+                    if let Answer::Park { code, .. } = answer {
+                        tracing::warn!(
+                            outbox_id = %fence.outbox_id,
+                            code,
+                            "an outcome stays unknown and waits for an operator"
+                        );
+                    }
                     // The row may have held back others of its key.
                     shared.lanes[lane].key_freed.store(true, Ordering::Release);
                     shared.nudge();
@@ -246,6 +253,7 @@ fn count_answer(shared: &Shared, answer: &Answer) {
             add(&counters.reconciled, 1);
         }
         Answer::Resend { .. } => add(&counters.resent, 1),
-        Answer::Unresolved { .. } | Answer::Park { .. } => {}
+        Answer::Park { .. } => add(&counters.parked, 1),
+        Answer::Unresolved { .. } => {}
     }
 }

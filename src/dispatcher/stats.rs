@@ -53,6 +53,8 @@ counters! {
     reconciled,
     /// Unknown outcomes put back to be sent again.
     resent,
+    /// Answers after which an unknown outcome waits for an operator.
+    parked,
     /// Panics of senders and reconcilers.
     panics,
     /// Calls that did not answer in time.

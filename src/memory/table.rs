@@ -585,6 +585,20 @@ impl Table {
         now: Now,
     ) -> Vec<(ProbeFence, OutboxRecord)> {
         let mut ripe = self.ripe(probe, now);
+        let spent = |table: &Self, id: &Uuid| {
+            let row = table.rows.get(id);
+            row.is_some_and(|row| row.probes >= probe.max_probes)
+        };
+        for id in ripe
+            .extract_if(.., |id| spent(self, id))
+            .collect::<Vec<_>>()
+        {
+            if let Some(row) = self.rows.get_mut(&id)
+                && row.last_failure.as_deref() != Some(code::ATTEMPTS_EXHAUSTED)
+            {
+                row.last_failure = Some(code::UNRESOLVED.to_owned());
+            }
+        }
         ripe.truncate(usize::try_from(probe.limit).unwrap_or(0));
         let mut questions = Vec::with_capacity(ripe.len());
         for id in ripe {
@@ -650,9 +664,9 @@ impl Table {
             Answer::Unresolved { delay } => {
                 row.entry.next_attempt_at = Some(later(now, *delay));
             }
-            Answer::Park { delay } => {
+            Answer::Park { code, delay } => {
                 row.entry.next_attempt_at = Some(later(now, *delay));
-                row.last_failure = Some(code::ATTEMPTS_EXHAUSTED.to_owned());
+                row.last_failure = Some((*code).to_owned());
             }
         }
         true

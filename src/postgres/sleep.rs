@@ -187,3 +187,203 @@ pub(super) enum Heard {
     Nothing,
     Notification,
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use crossbeam_channel::{Receiver, bounded};
+
+    use super::*;
+    use crate::dispatcher::bell::{Bell, Found};
+
+    /// The two locks as the server has them, and what was asked of it.
+    #[derive(Default)]
+    struct Server {
+        sleep_is_anothers: bool,
+        open_transactions: bool,
+        held: bool,
+        asked: usize,
+    }
+
+    impl Locks for Server {
+        fn take_sleep(&mut self) -> Result<bool, StoreError> {
+            self.asked += 1;
+            self.held = !self.sleep_is_anothers;
+            Ok(self.held)
+        }
+
+        fn leave_sleep(&mut self) -> Result<(), StoreError> {
+            assert!(self.held, "it was not held");
+            self.held = false;
+            Ok(())
+        }
+
+        fn all_have_notified(&mut self) -> Result<bool, StoreError> {
+            assert!(self.held, "asked out of order");
+            Ok(!self.open_transactions)
+        }
+    }
+
+    /// A dispatcher whose claimer is this test.
+    struct Dispatcher {
+        bell: Arc<Bell>,
+        ear: Ear,
+        server: Server,
+        sleeper: Sleeper,
+        now: Instant,
+        _ends: (Receiver<()>, crossbeam_channel::Sender<()>),
+    }
+
+    impl Dispatcher {
+        fn new() -> Self {
+            let (wake, woken) = bounded(1);
+            let (close, closed) = bounded(0);
+            let bell = Arc::new(Bell::new(wake, closed));
+            let ear = bell.ear();
+            let now = Instant::now();
+            Self {
+                sleeper: Sleeper::new(&ear, now),
+                bell,
+                ear,
+                server: Server::default(),
+                now,
+                _ends: (woken, close),
+            }
+        }
+
+        fn step(&mut self, heard: Heard) {
+            self.sleeper
+                .step(heard, self.now, &self.ear, &mut self.server)
+                .unwrap();
+        }
+
+        /// A look of the claimer, from its beginning to its end.
+        fn look(&self, found: Found) {
+            self.bell.looked(self.bell.ticket(), found);
+        }
+
+        /// Looks that find nothing, until it sleeps or is where it stays.
+        fn settle(&mut self) {
+            for _ in 0..5 {
+                self.look(Found::Nothing);
+                self.step(Heard::Nothing);
+            }
+        }
+
+        fn rest(&self) -> Duration {
+            self.ear.hears();
+            self.bell.rest()
+        }
+
+        fn is_asleep(&self) -> bool {
+            self.rest() > Duration::from_secs(3600)
+        }
+    }
+
+    #[test]
+    fn it_sleeps_only_after_a_look_that_began_with_each_lock() {
+        let mut dispatcher = Dispatcher::new();
+        dispatcher.look(Found::Nothing);
+        dispatcher.step(Heard::Nothing);
+        assert!(dispatcher.server.held);
+        // Without a look since, nothing follows, however often it is asked.
+        dispatcher.step(Heard::Nothing);
+        dispatcher.step(Heard::Nothing);
+        assert!(!dispatcher.is_asleep());
+        dispatcher.look(Found::Nothing);
+        dispatcher.step(Heard::Nothing);
+        assert!(!dispatcher.is_asleep(), "the last look is owing");
+        dispatcher.look(Found::Nothing);
+        dispatcher.step(Heard::Nothing);
+        assert!(dispatcher.is_asleep());
+    }
+
+    #[test]
+    fn a_look_that_began_before_the_lock_does_not_count() {
+        let mut dispatcher = Dispatcher::new();
+        dispatcher.look(Found::Nothing);
+        let early = dispatcher.bell.ticket();
+        dispatcher.step(Heard::Nothing);
+        dispatcher.bell.looked(early, Found::Nothing);
+        dispatcher.step(Heard::Nothing);
+        dispatcher.bell.looked(early, Found::Nothing);
+        dispatcher.step(Heard::Nothing);
+        assert!(!dispatcher.is_asleep());
+    }
+
+    #[test]
+    fn it_waits_for_transactions_that_will_not_notify() {
+        let mut dispatcher = Dispatcher::new();
+        dispatcher.server.open_transactions = true;
+        dispatcher.settle();
+        assert!(!dispatcher.is_asleep());
+        let mut waited = Duration::ZERO;
+        for _ in 0..6 {
+            let wait = dispatcher.sleeper.due(dispatcher.now).unwrap();
+            assert!(wait > waited || wait == OPEN_LONGEST, "{wait:?}");
+            waited = wait;
+            dispatcher.now += wait;
+            dispatcher.step(Heard::Nothing);
+            dispatcher.settle();
+        }
+        assert_eq!(waited, OPEN_LONGEST);
+        dispatcher.server.open_transactions = false;
+        dispatcher.now += OPEN_LONGEST;
+        dispatcher.step(Heard::Nothing);
+        dispatcher.settle();
+        assert!(dispatcher.is_asleep());
+    }
+
+    #[test]
+    fn a_busy_dispatcher_holds_no_lock() {
+        let mut dispatcher = Dispatcher::new();
+        dispatcher.settle();
+        assert!(dispatcher.server.held);
+        dispatcher.look(Found::Something);
+        dispatcher.step(Heard::Nothing);
+        assert!(!dispatcher.server.held);
+        assert_eq!(dispatcher.rest(), UNHEARD);
+    }
+
+    #[test]
+    fn one_that_is_woken_for_nothing_leaves_the_lock_for_a_while() {
+        let mut dispatcher = Dispatcher::new();
+        dispatcher.settle();
+        dispatcher.step(Heard::Notification);
+        // A look that finds nothing, and that began after it was woken.
+        dispatcher.look(Found::Nothing);
+        dispatcher.step(Heard::Nothing);
+        assert!(!dispatcher.server.held);
+        assert_eq!(dispatcher.rest(), BESIDE);
+        let asked = dispatcher.server.asked;
+        dispatcher.now += BESIDE_FOR / 2;
+        dispatcher.settle();
+        assert_eq!(dispatcher.server.asked, asked);
+        dispatcher.now += BESIDE_FOR;
+        dispatcher.settle();
+        assert!(dispatcher.is_asleep());
+    }
+
+    #[test]
+    fn beside_one_that_sleeps_another_looks_now_and_then() {
+        let mut dispatcher = Dispatcher::new();
+        dispatcher.server.sleep_is_anothers = true;
+        dispatcher.settle();
+        assert_eq!((dispatcher.rest(), dispatcher.server.asked), (SECOND, 1));
+        dispatcher.server.sleep_is_anothers = false;
+        dispatcher.now += SECOND_TRIES;
+        dispatcher.settle();
+        assert!(dispatcher.is_asleep());
+    }
+
+    #[test]
+    fn a_listener_that_was_replaced_has_no_say() {
+        let mut dispatcher = Dispatcher::new();
+        let next = dispatcher.bell.ear();
+        dispatcher.settle();
+        assert!(!dispatcher.is_asleep());
+        assert!(dispatcher.ear.pause(Duration::ZERO).is_err());
+        assert!(next.pause(Duration::ZERO).is_ok());
+    }
+}

@@ -61,7 +61,10 @@ pub(crate) fn claim_probes(
     conn: &mut PgConnection,
     probe: &Probe,
 ) -> Result<Vec<(ProbeFence, OutboxRecord)>, StoreError> {
+    let max_probes = i32::try_from(probe.max_probes).unwrap_or(i32::MAX);
+    park_unresolved(conn, &probe.destination, max_probes)?;
     let ripe = ripe!(probe)
+        .filter(held.field(tf_outbox::probe_count).lt(max_probes))
         .select((
             held.field(tf_outbox::outbox_id),
             held.field(tf_outbox::probe_count),
@@ -121,6 +124,39 @@ pub(crate) fn claim_probes(
             }
         })
         .collect())
+}
+
+/// Marks rows that would be asked about if that had not been done so often: under a
+/// setting that was lowered, or by another dispatcher.
+fn park_unresolved(
+    conn: &mut PgConnection,
+    destination: &str,
+    max_probes: i32,
+) -> Result<usize, StoreError> {
+    let unresolved = held
+        .filter(held.field(tf_outbox::destination).eq(destination))
+        .filter(held.field(tf_outbox::status).eq(OutcomeUnknown))
+        .filter(held.field(tf_outbox::probe_count).ge(max_probes))
+        // One that is being asked about for the last time has its answer coming.
+        .filter(
+            held.field(tf_outbox::next_attempt_at)
+                .le(statement_timestamp().nullable()),
+        )
+        .filter(
+            held.field(tf_outbox::last_failure)
+                .is_distinct_from(code::UNRESOLVED),
+        )
+        .filter(
+            held.field(tf_outbox::last_failure)
+                .is_distinct_from(code::ATTEMPTS_EXHAUSTED),
+        )
+        .select(held.field(tf_outbox::outbox_id))
+        .for_update()
+        .skip_locked();
+    diesel::update(tf_outbox::table.filter(tf_outbox::outbox_id.eq_any(array(unresolved))))
+        .set(tf_outbox::last_failure.eq(code::UNRESOLVED))
+        .execute(conn)
+        .or_store_error(Phase::Statement)
 }
 
 /// The built-in reconciler of a destination that honours idempotency keys: puts
@@ -246,11 +282,8 @@ pub(crate) fn answer(
             ))
             .execute(conn),
         Answer::Unresolved { delay } => asked!().set(later(*delay)).execute(conn),
-        Answer::Park { delay } => asked!()
-            .set((
-                later(*delay),
-                tf_outbox::last_failure.eq(code::ATTEMPTS_EXHAUSTED),
-            ))
+        Answer::Park { code, delay } => asked!()
+            .set((later(*delay), tf_outbox::last_failure.eq(*code)))
             .execute(conn),
     }
     .or_store_error(Phase::Statement)?;
