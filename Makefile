@@ -4,7 +4,7 @@
 # Where rustup puts cargo, for a shell that has not been told.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help demo test lint doc check-schema
+.PHONY: help demo test bench-wakeup lint doc check-schema
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 16
@@ -16,6 +16,10 @@ demo: ## an order service whose effects survive a killed dispatcher (ORDERS=path
 test: ## every test, in parallel, each with a database of its own
 	@scripts/setup test
 	scripts/test
+
+bench-wakeup: ## what waking an idle dispatcher costs, and whom
+	@scripts/setup test
+	cargo bench --locked --features migrations --bench wakeup
 
 lint: ## formatting and clippy, warnings as errors
 	cargo fmt --check

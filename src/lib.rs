@@ -65,6 +65,7 @@
 //! | to … | see |
 //! |---|---|
 //! | learn it from the beginning | [the tutorial](guide::tutorial) |
+//! | know what a dispatcher does when something fails | [its page](guide::dispatcher) |
 //! | migrate a table that holds millions of rows | [a filled table](guide::filled_table) |
 //! | enqueue in your own transaction | [`enqueue`], [`enqueue_once`], [`enqueue_all`], [`OutboxEntry`], [`EnqueueLimits`] |
 //! | call the remote | [`OutboxSender`], [`Dispatched`] |

@@ -16,8 +16,9 @@ use diesel::sql_types::Text;
 use diesel_outbox::schema::tf_outbox;
 use diesel_outbox::{
     Backoff, Destination, Dispatched, Dispatcher, OutboxEntry, OutboxRecord, OutboxStatus,
-    Reconciled, Stats, code, enqueue_all, get,
+    Reconciled, Stats, code, enqueue, enqueue_all, get,
 };
+use serde_json::json;
 use support::db::TestDb;
 use support::dispatch::{SOON, enqueued, i_of, ms, rows, until_status, with_status};
 use support::process::{Child, role, say};
@@ -250,7 +251,7 @@ fn the_late_answer_of_a_frozen_dispatcher_counts_if_nobody_has_claimed_since() {
 
 /// Freezes a dispatcher inside the transaction that sets `status`, holding the
 /// row's lock, and lets another go on.
-fn frozen_in_the_transaction_to(status: &str) {
+fn frozen_in_the_transaction_to(status: &str, key: Option<&str>) {
     #[derive(QueryableByName)]
     struct State {
         #[diesel(sql_type = Text)]
@@ -276,7 +277,12 @@ fn frozen_in_the_transaction_to(status: &str) {
     let separator = if db.url().contains('?') { '&' } else { '?' };
     let url = format!("{}{separator}application_name=frozen", db.url());
     let a = start_on(&url, &[("LEASE", "2000")]);
-    let ids = enqueued(&db, 1);
+    let row = OutboxEntry::new("a", "k1", &json!({ "i": 1 })).unwrap();
+    let row = match key {
+        Some(key) => row.ordering_key(key),
+        None => row,
+    };
+    enqueue(&mut db.connect(), &row).unwrap();
     let mut state_of_a = |wanted: &str| {
         eventually(SOON, wanted, || {
             diesel::sql_query(
@@ -301,7 +307,7 @@ fn frozen_in_the_transaction_to(status: &str) {
     state_of_a("Client idle in transaction");
     let b = start(&db, &[]);
     let within = stretched(Duration::from_secs(12));
-    let id = ids[0];
+    let id = row.outbox_id;
     eventually(within, "the other goes on", || {
         let record = get(&mut conn, id).unwrap();
         (record.entry.status == OutboxStatus::Completed).then_some(())
@@ -316,12 +322,18 @@ fn frozen_in_the_transaction_to(status: &str) {
 
 #[test]
 fn a_dispatcher_frozen_inside_its_claim_holds_nobody_up() {
-    frozen_in_the_transaction_to("dispatching");
+    frozen_in_the_transaction_to("dispatching", None);
+}
+
+/// It holds the lock by which keyed claims of a destination take turns.
+#[test]
+fn a_dispatcher_frozen_inside_its_keyed_claim_holds_nobody_up() {
+    frozen_in_the_transaction_to("dispatching", Some("key"));
 }
 
 #[test]
 fn a_dispatcher_frozen_inside_its_settlement_holds_nobody_up() {
-    frozen_in_the_transaction_to("completed");
+    frozen_in_the_transaction_to("completed", None);
 }
 
 /// Kills a dispatcher while it sends, and lets another ask what became of it.

@@ -243,3 +243,20 @@ fn lines_of_every_thread_are_captured_with_their_fields() {
     assert!(std::panic::catch_unwind(|| logs.assert_without("CANARY")).is_err());
     logs.assert_without("another canary");
 }
+
+/// Each failure that `docs/dispatcher.md` speaks of is a test.
+#[test]
+fn the_tests_that_the_page_names_are_there() {
+    let page = include_str!("../docs/dispatcher.md");
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    let named: Vec<(&str, &str)> = page
+        .lines()
+        .filter_map(|line| line.strip_prefix("| ")?.strip_suffix("` |"))
+        .filter_map(|line| line.rsplit_once('`')?.1.split_once("::"))
+        .collect();
+    assert!(named.len() > 30, "{}", named.len());
+    for (file, test) in named {
+        let source = std::fs::read_to_string(root.join(format!("{file}.rs"))).unwrap();
+        assert!(source.contains(&format!("#[test]\nfn {test}()")), "{test}");
+    }
+}

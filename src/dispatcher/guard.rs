@@ -267,3 +267,145 @@ impl Session for Guarded {
         self.ask(move |session| session.answer(fence, &answer))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crossbeam_channel::never;
+
+    use super::super::bell::Ear;
+    use super::*;
+    use crate::memory::MemoryOutbox;
+
+    /// A store whose sessions hang in `due` until the gate is closed.
+    struct Hanging {
+        gate: Receiver<()>,
+    }
+
+    struct HangingSession {
+        gate: Receiver<()>,
+        inner: Box<dyn Session>,
+    }
+
+    impl Backend for Hanging {
+        fn session(&self, role: &'static str) -> Box<dyn Session> {
+            Box::new(HangingSession {
+                gate: self.gate.clone(),
+                inner: MemoryOutbox::new().backend().session(role),
+            })
+        }
+
+        fn listen(&self, _ear: &Ear) {}
+    }
+
+    /// Only `due` hangs; nothing else is asked here.
+    impl Session for HangingSession {
+        fn due(&mut self, destinations: &[String]) -> Result<Due, StoreError> {
+            let _ = self.gate.recv();
+            self.inner.due(destinations)
+        }
+
+        fn claim(&mut self, claim: &Claim) -> Result<Claimed, StoreError> {
+            self.inner.claim(claim)
+        }
+
+        fn claim_keyed(&mut self, claim: &Claim, cursor: &str) -> Result<KeyedClaim, StoreError> {
+            self.inner.claim_keyed(claim, cursor)
+        }
+
+        fn held(&mut self, worker_id: &str) -> Result<Vec<Fence>, StoreError> {
+            self.inner.held(worker_id)
+        }
+
+        fn settle(
+            &mut self,
+            worker_id: &str,
+            settlements: &[Settlement],
+        ) -> Result<Vec<Verdict>, StoreError> {
+            self.inner.settle(worker_id, settlements)
+        }
+
+        fn renew(
+            &mut self,
+            worker_id: &str,
+            fences: &[Fence],
+            lease: Duration,
+        ) -> Result<Vec<i64>, StoreError> {
+            self.inner.renew(worker_id, fences, lease)
+        }
+
+        fn lapse(
+            &mut self,
+            destinations: &[String],
+            foreign_lease: Duration,
+            limit: i64,
+        ) -> Result<usize, StoreError> {
+            self.inner.lapse(destinations, foreign_lease, limit)
+        }
+
+        fn with_unknown(&mut self, destinations: &[String]) -> Result<Vec<String>, StoreError> {
+            self.inner.with_unknown(destinations)
+        }
+
+        fn claim_probes(
+            &mut self,
+            probe: &Probe,
+        ) -> Result<Vec<(ProbeFence, OutboxRecord)>, StoreError> {
+            self.inner.claim_probes(probe)
+        }
+
+        fn resend_ripe(&mut self, probe: &Probe) -> Result<usize, StoreError> {
+            self.inner.resend_ripe(probe)
+        }
+
+        fn answer(&mut self, fence: ProbeFence, answer: &Answer) -> Result<bool, StoreError> {
+            self.inner.answer(fence, answer)
+        }
+    }
+
+    fn guards(deadline: Duration, closed: Receiver<()>) -> (Arc<Guards>, Sender<()>) {
+        let (open, gate) = bounded(0);
+        let backend = Arc::new(Hanging { gate });
+        let guards = Guards::new(backend, deadline, closed, Arc::default());
+        (Arc::new(guards), open)
+    }
+
+    #[test]
+    fn threads_left_behind_are_capped_and_come_back() {
+        let (guards, gate) = guards(Duration::from_millis(5), never());
+        let mut session = Guarded::new(Arc::clone(&guards), "test");
+        for _ in 0..MOST {
+            assert_eq!(session.due(&[]).err(), Some(StoreError::Timeout));
+        }
+        assert_eq!(guards.counted.load(Ordering::Relaxed), MOST as u64);
+        // At the cap nobody waits, and no thread is made.
+        assert_eq!(session.due(&[]).err(), Some(StoreError::Unavailable));
+        assert_eq!(guards.counted.load(Ordering::Relaxed), MOST as u64);
+        drop(gate);
+        let end = Instant::now() + Duration::from_secs(10);
+        while guards.counted.load(Ordering::Relaxed) > 0 {
+            assert!(Instant::now() < end, "they did not come back");
+            std::thread::yield_now();
+        }
+        assert!(session.due(&[]).is_ok());
+    }
+
+    #[test]
+    fn an_end_cuts_the_wait_short() {
+        let (close, closed) = bounded(0);
+        let (guards, _gate) = guards(Duration::from_secs(60), closed);
+        let mut session = Guarded::new(guards, "test");
+        let begun = Instant::now();
+        drop(close);
+        assert_eq!(session.due(&[]).err(), Some(StoreError::Timeout));
+        assert!(begun.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    fn the_deadline_lets_a_lease_be_renewed_by_the_next_pair() {
+        let of = |seconds| deadline(Duration::from_secs(seconds)).as_secs();
+        assert_eq!(
+            [of(1), of(9), of(30), of(60), of(86_400)],
+            [3, 3, 10, 12, 12]
+        );
+    }
+}
