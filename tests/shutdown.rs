@@ -271,7 +271,9 @@ fn ending() {
             eventually(SOON, "a row that is sent", || {
                 (running.stats().completed > 0 || way != "stop").then_some(())
             });
-            assert!(!own_threads().is_empty());
+            eventually(SOON, "threads to be ended", || {
+                (!own_threads().is_empty()).then_some(())
+            });
             let asked = Instant::now();
             match way {
                 "drop" => drop(running),
@@ -340,6 +342,37 @@ fn a_signal_lets_a_call_end_under_a_lease_that_is_renewed() {
     let record = get(&mut db.connect(), id).unwrap();
     assert_eq!(record.entry.status, OutboxStatus::Completed);
     assert_eq!((record.entry.attempt_count, calls()), (1, 1));
+}
+
+/// The claim that is under way when the stop comes brings rows yet.
+#[test]
+fn rows_that_are_being_claimed_are_handed_back_too() {
+    let db = TestDb::new();
+    db.execute(
+        "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS
+             'BEGIN PERFORM pg_sleep(0.8); RETURN NULL; END';
+         CREATE TRIGGER slow AFTER UPDATE ON tf_outbox FOR EACH STATEMENT
+             WHEN (current_setting('application_name') = 'diesel-outbox-claimer')
+             EXECUTE FUNCTION slow()",
+    );
+    let running = dispatcher(&db, idempotent("a", |_| Dispatched::completed()))
+        .start()
+        .unwrap();
+    let ids = enqueued(&db, 3);
+    let sleeping = "SELECT pid::text AS line FROM pg_stat_activity
+                     WHERE datname = current_database() AND wait_event = 'PgSleep'";
+    let mut conn = db.connect();
+    eventually(SOON, "a claim under way", || {
+        (!support::catalog::strings(&mut conn, sleeping).is_empty()).then_some(())
+    });
+    let report = stopped(&running, SOON);
+    assert_eq!((report.handed_back, report.finished), (3, 0));
+    for id in ids {
+        let record = get(&mut conn, id).unwrap();
+        assert_eq!(record.entry.status, OutboxStatus::Pending);
+        assert_eq!(record.entry.attempt_count, 0);
+    }
+    assert_eq!(running.stats().begun, 0);
 }
 
 /// Rows that wait for a worker are handed back before the deadline, however long

@@ -13,6 +13,7 @@ use super::time::{after, from_now};
 use super::{claimer, lease, listener, maintenance, reconcile, settler, worker};
 use crate::error::code;
 
+const CLAIMER: &str = "claimer";
 /// How long dropping the handle waits.
 const DROP_DEADLINE: Duration = Duration::from_secs(5);
 /// What settling and ending may take beyond the deadline of a stop.
@@ -58,7 +59,7 @@ impl DispatcherHandle {
         let mut handle = Self::start_settling(shared, ends);
         handle.spawn("maintenance", move |shared| maintenance::run(&shared, &ask));
         handle.spawn("listener", |shared| listener::keep_listening(&shared));
-        handle.spawn("claimer", move |shared| claimer::run(&shared, &wake));
+        handle.spawn(CLAIMER, move |shared| claimer::run(&shared, &wake));
         handle
     }
 
@@ -140,6 +141,12 @@ fn stop_within(shared: &Arc<Shared>, ends: StopEnds, deadline: Duration) -> Stop
     shared.stopping.store(true, Ordering::Release);
     shared.nudge();
     shared.hand_back_waiting();
+    // What it is claiming at this moment is handed back as well, and for that the
+    // settler must be there.
+    let mut roles = ends.roles;
+    wait_for_exits(&ends.exits, &mut roles, until, |left| {
+        !left.contains(&CLAIMER)
+    });
     let mut left_unknown = 0;
     if !shared.flights.wait_empty(until) {
         // The claimer may have brought rows after we emptied the channels.
@@ -150,7 +157,15 @@ fn stop_within(shared: &Arc<Shared>, ends: StopEnds, deadline: Duration) -> Stop
     }
     let unsettled = shared.flights.len();
     drop(ends.close);
-    let blocked = wait_for_exits(&ends.exits, ends.roles, after(until, GRACE));
+    let blocked = wait_for_exits(
+        &ends.exits,
+        &mut roles,
+        after(until, GRACE),
+        <[_]>::is_empty,
+    );
+    if !blocked.is_empty() {
+        tracing::warn!(threads = ?blocked, "threads of the outbox dispatcher did not end in time");
+    }
     let now = shared.counters.read();
     let settled = |s: &Stats| s.completed + s.retried + s.failed + s.unknown;
     StopReport {
@@ -163,23 +178,22 @@ fn stop_within(shared: &Arc<Shared>, ends: StopEnds, deadline: Duration) -> Stop
     }
 }
 
-/// Which of our own threads have not ended by `until`. Workers are not waited
-/// for: those that are idle end at once, the others hang in calls.
+/// Waits until `enough` of our own threads have ended, at most until then, and says
+/// which have not. Workers are not waited for: those that are idle end at once, the
+/// others hang in calls.
 fn wait_for_exits(
     exits: &Receiver<&'static str>,
-    mut left: Vec<&'static str>,
+    left: &mut Vec<&'static str>,
     until: Instant,
+    enough: impl Fn(&[&'static str]) -> bool,
 ) -> Vec<&'static str> {
-    while !left.is_empty() {
+    while !enough(left) {
         match exits.recv_deadline(until) {
             Ok(ended) => left.retain(|role| *role != ended),
             Err(_) => break,
         }
     }
-    if !left.is_empty() {
-        tracing::warn!(threads = ?left, "threads of the outbox dispatcher did not end in time");
-    }
-    left
+    left.clone()
 }
 
 impl Drop for DispatcherHandle {
